@@ -1,0 +1,127 @@
+"""What a step needs: the ``MemoryReport`` that estimate, trace and measure all return.
+
+Entry point: ``MemoryReport``. Whatever its label, it has the same fields, so that comparing an estimate with a
+measurement is a subtraction. Text and tables are the command line's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from snugfit import sizes
+from snugfit.errors import PlanError
+
+CATEGORIES = (
+    "parameter",
+    "buffer",
+    "gradient",
+    "optimizer",
+    "saved",
+    "temporary",
+    "autocast",
+    "workspace",
+    "input",
+    "other",
+)
+LABELS = ("modelled", "CPU-measured", "GPU-measured")
+PHASES = ("forward end", "backward end", "step end")
+
+MARGIN_FRACTION = 0.05
+MARGIN_BYTES = 6 * sizes.GIB // 10
+CPU_MARGIN_FRACTION = 0.10
+
+
+@dataclass(frozen=True, slots=True)
+class PeakAt:
+    """The moment of the peak: which window (from 1), phase, module (fully qualified name) and operation."""
+
+    window: int
+    phase: str
+    module: str
+    op: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """Memory of a training step on one device, all sizes in bytes.
+
+    ``peak_allocated_bytes`` counts what tensors and workspaces hold after the allocator's rounding,
+    ``peak_reserved_bytes`` what the caching allocator holds from the driver for them; on the CPU, which has no
+    caching allocator, they are equal. Neither includes ``context_bytes``.
+    """
+
+    device: str
+    "Name of the device, as in the catalogue, or ``cpu``."
+    label: str
+    '``"modelled"``, ``"CPU-measured"`` or ``"GPU-measured"``.'
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    static_bytes: int
+    "Parameters, buffers, gradients and optimizer state."
+    context_bytes: int
+    "Held by the device outside of the allocator (driver, loaded kernels)."
+    by_category: Mapping[str, int]
+    "Category to bytes at the moment of the peak; the sum is ``peak_allocated_bytes``."
+    by_module: Mapping[str, Mapping[str, int]]
+    "Module to category to bytes at the moment of the peak."
+    peak_at: PeakAt
+    phases: Mapping[str, Mapping[str, int]]
+    "Phase to category to bytes; read with ``at``."
+    assumptions: tuple[str, ...] = field(default=())
+    "Sentences: what the numbers rest on."
+
+    def at(self, phase: str) -> Mapping[str, int]:
+        """Categories and bytes at ``"forward end"``, ``"backward end"`` or ``"step end"`` of the last window.
+
+        Raises:
+            PlanError: Unknown phase.
+        """
+        if phase not in self.phases:
+            raise PlanError(
+                "unknown phase", got=repr(phase), expected=" | ".join(map(repr, self.phases)), hint='use "forward end"'
+            )
+        return self.phases[phase]
+
+    @property
+    def margin_bytes(self) -> int:
+        """What is kept free beside the peak because a modelled number may be too small.
+
+        ``max(5 %, 0.6 GiB)`` on an accelerator and 10 % on the CPU, whose heap needs 4 to 10 % more than the
+        tensors in it; nothing for a measurement on an accelerator.
+        """
+        if self.label == "GPU-measured":
+            return 0
+        if self.device == "cpu":
+            return int(self.peak_reserved_bytes * CPU_MARGIN_FRACTION)
+        return max(int(self.peak_reserved_bytes * MARGIN_FRACTION), MARGIN_BYTES)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Peak reserved, context and margin: what a budget must hold."""
+        return self.peak_reserved_bytes + self.context_bytes + self.margin_bytes
+
+    def fits(self, budget: str | int) -> bool:
+        """Whether a budget (a size, or bytes) holds the peak, the context and the margin."""
+        return self.needed_bytes <= sizes.parse(budget)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as built-in values, ready for JSON."""
+        return {
+            "device": self.device,
+            "label": self.label,
+            "peak_allocated_bytes": self.peak_allocated_bytes,
+            "peak_reserved_bytes": self.peak_reserved_bytes,
+            "static_bytes": self.static_bytes,
+            "context_bytes": self.context_bytes,
+            "margin_bytes": self.margin_bytes,
+            "by_category": dict(self.by_category),
+            "by_module": {module: dict(categories) for module, categories in self.by_module.items()},
+            "peak_at": {
+                "window": self.peak_at.window,
+                "phase": self.peak_at.phase,
+                "module": self.peak_at.module,
+                "op": self.peak_at.op,
+            },
+            "phases": {phase: dict(categories) for phase, categories in self.phases.items()},
+            "assumptions": list(self.assumptions),
+        }

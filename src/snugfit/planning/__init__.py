@@ -1,0 +1,1 @@
+"""The planning room: devices, a time model, and the search for the fastest plan that fits."""
