@@ -1,0 +1,366 @@
+"""Records a step under fake tensors: every storage's birth and death, and every kernel's work.
+
+Entry point: ``Recorder.recording_on``. The recorder is a fake-tensor mode itself, so that an operation passes one
+Python mode. Its ``recording`` is a plain stream of events; replaying it through an allocator and naming who holds
+what at the peak is ``tracing``'s. The two rule sets (CUDA, CPU) are ``cuda_rules``'s and torch's own.
+
+NOTE [How a storage gets its name]
+1. A storage is born when an operation returns it for the first time, and dies when torch frees it.
+2. Phase: ``backward`` while autograd runs, ``optimizer`` inside ``Optimizer.step``, ``build`` before the first
+   window, else ``forward``.
+3. Module: the innermost module running; in backward, the module in which the node was made, found by the node's
+   sequence number.
+4. Category: parameters, buffers, gradients and optimizer state by the objects that hold them; casts of weights by
+   autocast; of the rest, what a forward made and left alive when backward began is ``saved``.
+"""
+
+import bisect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
+from torch.utils.flop_counter import flop_registry
+
+from snugfit.errors import UnsupportedError
+from snugfit.memory import torch_private
+
+
+class Work(NamedTuple):
+    """What one kernel does: for time models."""
+
+    op: str
+    phase: str
+    dtype: str
+    flops: int
+    bytes: int
+
+
+@dataclass(slots=True)
+class Birth:
+    """Where a storage comes from."""
+
+    num_bytes: int
+    category: str
+    phase: str
+    module: str
+    op: str
+    window: int
+
+
+@dataclass(slots=True)
+class Recording:
+    """The event stream of a traced step.
+
+    ``events[k]`` is ``i + 1`` for the birth of ``births[i]`` and ``-(i + 1)`` for its death. ``marks`` are
+    positions in ``events`` with a name: ``window``, ``micro-batch`` (jobs only), ``forward end``, ``backward end``,
+    ``step end``.
+    """
+
+    births: list[Birth] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    marks: list[tuple[int, str]] = field(default_factory=list)
+    work: list[tuple[int, Work]] = field(default_factory=list)
+    "Position in ``events`` and what was done there."
+
+
+class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
+    """A fake-tensor mode that writes down what it sees.
+
+    Args:
+        on_op: ``(operator name, phase, recorder)``, called before an operation's results are recorded; the rule
+            set of a device allocates workspaces there.
+        host_scalars: Whether 0-dimensional tensors made from Python numbers stay on the host (CUDA), or count
+            like any other (CPU).
+    """
+
+    def __init__(self, *, on_op: Callable[[str, str, "Recorder"], None] | None = None, host_scalars: bool) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.recording = Recording()
+        self.window = 0
+        self._on_op = on_op
+        self._host_scalars = host_scalars
+        self._live: dict[int, int] = {}
+        self._watches: dict[int, weakref.ref[Any]] = {}
+        self._depth = 0
+        self._backward_ran = False
+        self._in_optimizer = False
+        self._in_move = False
+        self._modules = _ModuleStack(self.adopt)
+        self._owners: dict[int, str] = {}
+        self._views: dict[Any, bool] = {}
+        self._cpu = torch.device("cpu")
+        self._meta = torch.device("meta")
+
+    @contextmanager
+    def recording_on(self) -> Iterator["Recorder"]:
+        """Record for as long as the context lasts; also watches every module and optimizer of the process.
+
+        A context of its own: torch enters the mode itself again and again while it runs an operation.
+        """
+        hooks = [
+            *self._modules.watch(),
+            optimizer_hooks.register_optimizer_step_pre_hook(self._before_optimizer),
+            optimizer_hooks.register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+        try:
+            with self:
+                yield self
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._watches.clear()
+
+    @property
+    def phase(self) -> str:
+        """Where the step is now; see the NOTE at the top of this file."""
+        if torch_private.in_backward():
+            return "backward"
+        if self._in_optimizer:
+            return "optimizer"
+        return "forward" if self.window else "build"
+
+    @property
+    def module(self) -> str:
+        """The module to which an operation of this moment belongs."""
+        return self._modules.current()
+
+    def begin_window(self) -> None:
+        """A new window starts: what follows belongs to it."""
+        self.window += 1
+        self.mark("window")
+        self._backward_ran = False
+
+    def end_window(self) -> None:
+        """The window is over, its update done."""
+        self.mark("step end")
+
+    def categorise(self, tensors: Sequence[Tensor], category: str, module: str | None = None) -> None:
+        """Say what already recorded tensors are, and to which module they belong."""
+        for tensor in tensors:
+            index = self._live.get(tensor.untyped_storage()._cdata)
+            if index is not None:
+                birth = self.recording.births[index]
+                birth.category = category
+                birth.module = birth.module if module is None else module
+
+    def adopt(self, root: nn.Module) -> None:
+        """Say that a module's parameters and buffers are such, and which of its modules owns them."""
+        for name, module in root.named_modules():
+            self.categorise(list(module.buffers(recurse=False)), "buffer", name)
+            for parameter in module.parameters(recurse=False):
+                if self._owners.setdefault(id(parameter), name) == name:
+                    self.categorise([parameter], "parameter", name)
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """A copy of a host tensor on the traced device: the input of a micro-batch."""
+        self._in_move = True
+        try:
+            return tensor.clone()
+        finally:
+            self._in_move = False
+
+    def allocate(self, num_bytes: int, category: str, op: str) -> int:
+        """Record memory that no tensor holds, such as a library's workspace; returns its key for ``release``."""
+        return self._birth(num_bytes, category, op)
+
+    def release(self, key: int) -> None:
+        """Record the end of what ``allocate`` recorded."""
+        self.recording.events.append(-(key + 1))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one operation on fake tensors and record what it made."""
+        if torch_private.is_device_query(func):
+            return self._meta if self.in_kernel_invocation else self._cpu
+        if self._depth:
+            return super().__torch_dispatch__(func, types, args, kwargs or {})
+        self._depth += 1
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs or {})
+        except torch_private.FAKE_ERRORS as error:
+            raise self._refusal(str(func), error) from error
+        finally:
+            self._depth -= 1
+        self._record(func, args, kwargs or {}, result)
+        return result
+
+    def _record(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        name = func.__name__
+        phase = self.phase
+        if phase == "backward" and not self._backward_ran:
+            self._begin_backward()
+        elif phase == "forward" and self._backward_ran:
+            self._backward_ran = False
+        if self._on_op is not None:
+            self._on_op(name, phase, self)
+        fresh = False
+        host = self._host_scalars and name == "lift_fresh.default"
+        for tensor in _tensors(result):
+            if type(tensor) is not torch_private.Fake or (host and tensor.dim() == 0):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._live:
+                fresh = True
+                self._watch(storage, key, self._birth(storage.nbytes(), self._category(phase), name))
+        if fresh or not self._is_view(func):
+            self.recording.work.append((len(self.recording.events), _work(func, phase, args, kwargs, result)))
+
+    def _watch(self, storage: Any, key: int, index: int) -> None:
+        live, watches, events = self._live, self._watches, self.recording.events
+
+        def died(_: Any) -> None:
+            if watches.pop(key, None) is not None:
+                del live[key]
+                events.append(-(index + 1))
+
+        live[key] = index
+        watches[key] = weakref.ref(storage, died)
+
+    def _birth(self, num_bytes: int, category: str, op: str) -> int:
+        births = self.recording.births
+        births.append(Birth(num_bytes, category, self.phase, self.module, op, self.window))
+        self.recording.events.append(len(births))
+        return len(births) - 1
+
+    def _category(self, phase: str) -> str:
+        if self._in_move or phase == "build":
+            return "input"
+        if phase == "backward" and self._modules.is_running:
+            return "saved"  # the recomputed tensors of a segment
+        return "other" if phase == "forward" else "temporary"
+
+    def _begin_backward(self) -> None:
+        """The forward of a micro-batch is over: what it left is saved, what it freed was temporary."""
+        self._backward_ran = True
+        self.mark("forward end")
+        alive = set(self._live.values())
+        births = self.recording.births
+        for index in range(len(births) - 1, -1, -1):
+            birth = births[index]
+            if birth.window != self.window:
+                break
+            if birth.category == "other" and birth.phase == "forward":
+                birth.category = "saved" if index in alive else "temporary"
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._in_optimizer:
+            self.mark("backward end")
+        self._in_optimizer = True
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            owner = self._owners.get(id(parameter))
+            self.categorise([parameter], "parameter", owner)
+            if parameter.grad is not None:
+                self.categorise([parameter.grad], "gradient", owner)
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._in_optimizer = False
+        for parameter, values in optimizer.state.items():
+            state = [value for value in values.values() if isinstance(value, Tensor)]
+            self.categorise(state, "optimizer", self._owners.get(id(parameter)))
+
+    def mark(self, name: str) -> None:
+        """Name the present position in the event stream."""
+        self.recording.marks.append((len(self.recording.events), name))
+
+    def _is_view(self, func: Any) -> bool:
+        if func not in self._views:
+            self._views[func] = bool(func.is_view) or func.__name__ in ("detach.default", "_unsafe_view.default")
+        return self._views[func]
+
+    def _refusal(self, op: str, error: Exception) -> UnsupportedError:
+        module = self.module or "the step itself"
+        return UnsupportedError(
+            f"the operation {op} cannot be traced without real values",
+            got=f"{op} in {module}, phase {self.phase}",
+            expected="operations whose result sizes do not depend on tensor values, with a fake (meta) kernel",
+            hint="keep .item(), bool(tensor) and data-dependent shapes out of the step; give a custom operator a "
+            "kernel with torch.library.register_fake",
+            op=op,
+            module=self.module,
+        )
+
+
+class _ModuleStack:
+    """Which module is running, by its fully qualified name, in forward, in backward and in recomputation."""
+
+    def __init__(self, on_root: Callable[[nn.Module], None]) -> None:
+        self._on_root = on_root
+        self._names: dict[int, str] = {}
+        self._roots: list[nn.Module] = []  # kept, so that no id passes on to another module
+        self._running: list[str] = []
+        self._ids: list[int] = []
+        self._sequence_starts: list[int] = [0]
+        self._sequence_modules: list[str] = [""]
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._running)
+
+    def watch(self) -> list[Any]:
+        return [
+            module_hooks.register_module_forward_pre_hook(self._enter),
+            module_hooks.register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def current(self) -> str:
+        if self._running:
+            return self._running[-1]
+        number = torch_private.current_sequence_number() if torch_private.in_backward() else None
+        if number is None or number > 2**62:  # nodes that accumulate into a leaf carry the largest number
+            return ""
+        return self._sequence_modules[bisect.bisect_right(self._sequence_starts, number) - 1]
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        if id(module) not in self._names:
+            self._roots.append(module)
+            for name, child in module.named_modules():
+                self._names.setdefault(id(child), name)
+            self._on_root(module)
+        self._ids.append(id(module))
+        self._running.append(self._names[id(module)])
+        self._note()
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        while self._ids and self._ids.pop() != id(module):
+            self._running.pop()
+        if self._running:
+            self._running.pop()
+        self._note()
+
+    def _note(self) -> None:
+        self._sequence_starts.append(torch_private.next_sequence_number())
+        self._sequence_modules.append(self._running[-1] if self._running else "")
+
+
+def _tensors(result: Any) -> Sequence[Tensor]:
+    if isinstance(result, Tensor):
+        return (result,)
+    if isinstance(result, (tuple, list)):
+        return [
+            item
+            for part in result
+            for item in (part if isinstance(part, (tuple, list)) else (part,))
+            if isinstance(item, Tensor)
+        ]
+    return ()
+
+
+def _work(func: Any, phase: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Work:
+    formula = flop_registry.get(func._overloadpacket)
+    flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+    read, dtype = 0, ""
+    for value in args:
+        for tensor in _tensors(value):
+            read += tensor.numel() * tensor.element_size()
+            if not dtype and tensor.is_floating_point():
+                dtype = str(tensor.dtype)[6:]
+    written = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(result))
+    return Work(func.__name__, phase, dtype or "float32", flops, read + written)

@@ -1,0 +1,340 @@
+"""Predicts the memory of a training step without running it: the step's own code, under fake tensors.
+
+Entry points: ``trace`` for any step, ``estimate`` for a job under a plan. Both record two windows, because from the
+second on the optimizer's state is there. Left out: library workspaces that only a GPU can tell (cuDNN), and what
+other processes hold.
+"""
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from snugfit import hardware
+from snugfit.errors import PlanError
+from snugfit.jobs import Job
+from snugfit.memory import allocator, cuda_rules
+from snugfit.memory.recording import Recorder, Recording, Work
+from snugfit.memory.reports import MemoryReport, PeakAt
+from snugfit.plans import Plan
+from snugfit.training import build
+
+_STATIC = ("parameter", "buffer", "gradient", "optimizer")
+_MARKS = {"forward end": "forward end", "backward end": "backward end", "step end": "step end"}
+_MATRIX_PRODUCTS = ("mm.default", "addmm.default", "bmm.default", "baddbmm.default")
+_FULL_MICRO_BATCHES = 2
+_WINDOWS = 2
+
+
+def trace(make_step: Callable[[], Callable[[], object]], device: str | hardware.Device = "auto") -> MemoryReport:
+    """Predict what a training step needs on a device, by running it twice under fake tensors.
+
+    ``make_step`` and the step run in this process, but no tensor holds data: nothing is allocated or computed, and
+    ``.cuda()`` needs no GPU.
+
+    Args:
+        make_step: Builds model, optimizer and batch as always and returns a function that runs one whole update.
+        device: Name from the catalogue, ``"auto"``, ``"cpu"`` or a size such as ``"24GiB"``.
+
+    Returns:
+        Report with label ``"modelled"``.
+
+    Raises:
+        UnsupportedError: An operation that needs values (``.item()``) or has no fake kernel; names it and its module.
+        PlanError: Unknown device.
+    """
+    return record(lambda _: make_step(), hardware.resolve(device)).report()
+
+
+def estimate(job: Job, plan: Plan, device: str | hardware.Device = "auto") -> MemoryReport:
+    """Predict what a job needs under a plan: the trace of the step that ``build(job, plan)`` makes.
+
+    The job's model, optimizer and random states are left as they are.
+
+    Args:
+        job: What is trained.
+        plan: How.
+        device: Name from the catalogue, ``"auto"``, ``"cpu"`` or a size such as ``"24GiB"``.
+
+    Returns:
+        Report with label ``"modelled"``.
+
+    Raises:
+        UnsupportedError: An operation that cannot be traced; names it and its module.
+        PlanError: The job or the plan contradicts itself.
+        BatchError: The batch cannot be cut.
+    """
+    return record_job(job, plan, hardware.resolve(device)).report()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A recorded step and the device it was recorded for."""
+
+    recording: Recording
+    device: hardware.Device
+    assumptions: tuple[str, ...]
+
+    @property
+    def work(self) -> tuple[Work, ...]:
+        """What every kernel of the last window does, in order."""
+        start = max(position for position, name in self.recording.marks if name == "window")
+        return tuple(work for position, work in self.recording.work if position >= start)
+
+    def report(self) -> MemoryReport:
+        """Replay the events through the device's allocator and name the peak and its holders."""
+        recording = self.recording
+        sizes = [birth.num_bytes for birth in recording.births]
+        if self.device.kind == "cuda":
+            replay = allocator.simulate(sizes, recording.events)
+            blocks: Sequence[int] = replay.block_bytes
+            peak, reserved, at = replay.peak_allocated_bytes, replay.peak_reserved_bytes, replay.peak_index
+        else:
+            blocks = sizes
+            peak, at = _peak(sizes, recording.events)
+            reserved = peak
+        phases = {name: _by_category(recording, blocks, _last(recording, mark)) for name, mark in _MARKS.items()}
+        birth = recording.births[recording.events[at] - 1]
+        at_backward_end = _by_category(recording, blocks, _last(recording, "backward end"))
+        return MemoryReport(
+            device=self.device.name,
+            label="modelled",
+            peak_allocated_bytes=peak,
+            peak_reserved_bytes=reserved,
+            static_bytes=sum(at_backward_end.get(category, 0) for category in _STATIC),
+            context_bytes=self.device.context_bytes,
+            by_category=_by_category(recording, blocks, at + 1),
+            by_module=_by_module(recording, blocks, at + 1),
+            peak_at=PeakAt(window=birth.window, phase=birth.phase, module=birth.module, op=birth.op),
+            phases=phases,
+            assumptions=self.assumptions,
+        )
+
+
+def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[Sequence[int]] | None = None) -> Trace:
+    """Record the step that ``build(job, plan)`` makes.
+
+    Args:
+        job: What is trained.
+        plan: How.
+        device: What it is traced for.
+        windows: For each window the indices of the micro-batches that it runs. By default two windows, each of
+            two full micro-batches and the tail: later full ones repeat the second.
+    """
+    batch = build.example_batch(job, plan.samples_per_rank)
+    micro_batches, counts = build.prepare(job, batch, plan.micro_batch_size)
+    assumptions = []
+    if windows is None:
+        shown = _representative(len(micro_batches), plan)
+        windows = [shown] * _WINDOWS
+        if len(shown) < len(micro_batches):
+            assumptions.append(
+                f"of {len(micro_batches)} micro-batches {len(shown)} are traced; the others repeat the second one"
+            )
+    steps = iter(windows)
+
+    def make_step(recorder: Recorder) -> Callable[[], object]:
+        def move(micro_batch: Any) -> Any:
+            recorder.mark("micro-batch")
+            return tree_map_only(Tensor, recorder.moved, micro_batch)
+
+        traced = replace(job, model=_fake_copy(job.model)) if isinstance(job.model, nn.Module) else job
+        engine = build.construct(traced, plan, torch.device("cpu"))
+        recorder.adopt(engine.model)
+        fakes = tree_map_only(Tensor, recorder.from_tensor, micro_batches)
+        engine.hooks = replace(engine.hooks, decide=lambda found_inf, count: None, move=move)
+
+        def step() -> object:
+            shown = next(steps)
+            return engine.run([fakes[i] for i in shown], [counts[i] for i in shown])
+
+        return step
+
+    trace = record(make_step, device, len(windows))
+    return replace(trace, assumptions=(*trace.assumptions, *assumptions))
+
+
+def record(
+    make_step: Callable[[Recorder], Callable[[], object]], device: hardware.Device, num_windows: int = _WINDOWS
+) -> Trace:
+    """Record some windows of a step for a device."""
+    cuda = device.kind == "cuda"
+    capability = device.compute_capability or (8, 0)
+    recorder = Recorder(on_op=_Workspaces(capability) if cuda else None, host_scalars=cuda)
+    assumptions = []
+    if cuda and device.compute_capability is None:
+        assumptions.append("compute capability unknown, taken as 8.0: attention kernels and workspaces follow it")
+    with ExitStack() as stack:
+        stack.enter_context(_collector_off())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        if cuda:
+            stack.enter_context(
+                cuda_rules.cuda_semantics(capability, lambda cast: recorder.categorise([cast], "autocast"))
+            )
+        stack.enter_context(_initialisers_off())
+        stack.enter_context(recorder.recording_on())
+        stack.enter_context(_CudaNamesAsCpu(recorder))
+        step = make_step(recorder)
+        if not callable(step):
+            raise PlanError(
+                "make_step did not return a step",
+                got=type(step).__name__,
+                expected="a function without arguments that runs one whole update",
+                hint="return the inner function: `return step`, not `return step()`",
+            )
+        for _ in range(num_windows):
+            recorder.begin_window()
+            step()
+            recorder.end_window()
+    return Trace(recorder.recording, device, tuple(assumptions))
+
+
+def skeleton(job: Job) -> nn.Module:
+    """The job's model without data: its modules, names and shapes; a given module is returned as it is.
+
+    Raises:
+        PlanError: The model cannot be built.
+    """
+    if isinstance(job.model, nn.Module):
+        return job.model
+    with torch.random.fork_rng(devices=[]), _initialisers_off(), Recorder(host_scalars=False):
+        return build.build_model(job)
+
+
+class _Workspaces:
+    """Allocates the cuBLAS workspaces: one for the forward's thread, one for backward's, each at its first use."""
+
+    def __init__(self, compute_capability: tuple[int, int]) -> None:
+        self._num_bytes = cuda_rules.cublas_workspace_bytes(compute_capability)
+        self._held: set[bool] = set()
+
+    def __call__(self, op: str, phase: str, recorder: Recorder) -> None:
+        if op in _MATRIX_PRODUCTS and (phase == "backward") not in self._held:
+            self._held.add(phase == "backward")
+            recorder.allocate(self._num_bytes, "workspace", "cuBLAS workspace")
+
+
+class _CudaNamesAsCpu(TorchFunctionMode):
+    """Lets code that names a CUDA device run on fake CPU tensors; a move to it is a copy on the traced device."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.cuda:
+            return args[0]
+        if any(_names_cuda(value) for value in args) or any(_names_cuda(value) for value in kwargs.values()):
+            args = tuple(torch.device("cpu") if _names_cuda(value) else value for value in args)
+            kwargs = {key: torch.device("cpu") if _names_cuda(value) else value for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _names_cuda(value: object) -> bool:
+    return (isinstance(value, str) and value.split(":")[0] == "cuda") or (
+        isinstance(value, torch.device) and value.type == "cuda"
+    )
+
+
+@contextmanager
+def _initialisers_off() -> Iterator[None]:
+    """Build modules without initialising weights, which hold no data (and some initialisers read values)."""
+
+    def keep(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        return tensor
+
+    names = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
+    with mock.patch.multiple(nn.init, **dict.fromkeys(names, keep)):
+        yield
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Keep Python's cycle collector out, so that a trace does not depend on when it runs."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _fake_copy(module: nn.Module) -> Callable[[], nn.Module]:
+    """A builder of the module's twin whose parameters and buffers are fake; the module is not touched."""
+
+    def twin() -> nn.Module:
+        memo: dict[int, Any] = {}
+        for parameter in module.parameters():
+            fake = nn.Parameter(_empty_like(parameter), requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = fake
+        for buffer in module.buffers():
+            memo[id(buffer)] = _empty_like(buffer)
+        return copy.deepcopy(module, memo)
+
+    return twin
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def _representative(num_micro_batches: int, plan: Plan) -> list[int]:
+    """Indices of the micro-batches that are traced: two full ones and the tail."""
+    has_tail = plan.samples_per_rank % plan.micro_batch_size != 0
+    full = num_micro_batches - has_tail
+    return [*range(min(full, _FULL_MICRO_BATCHES)), *([num_micro_batches - 1] if has_tail else [])]
+
+
+def _peak(sizes: Sequence[int], events: Sequence[int]) -> tuple[int, int]:
+    current = peak = at = 0
+    for position, event in enumerate(events):
+        if event > 0:
+            current += sizes[event - 1]
+            if current > peak:
+                peak, at = current, position
+        else:
+            current -= sizes[-event - 1]
+    return peak, at
+
+
+def _last(recording: Recording, mark: str) -> int:
+    positions = [position for position, name in recording.marks if name == mark]
+    return positions[-1] if positions else len(recording.events)
+
+
+def _alive(recording: Recording, position: int) -> set[int]:
+    """Indices of the births that are alive before the event at ``position``."""
+    alive: set[int] = set()
+    for event in recording.events[:position]:
+        if event > 0:
+            alive.add(event - 1)
+        else:
+            alive.discard(-event - 1)
+    return alive
+
+
+def _by_category(recording: Recording, blocks: Sequence[int], position: int) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for index in _alive(recording, position):
+        category = recording.births[index].category
+        totals[category] = totals.get(category, 0) + blocks[index]
+    return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+
+def _by_module(recording: Recording, blocks: Sequence[int], position: int) -> dict[str, dict[str, int]]:
+    totals: dict[str, dict[str, int]] = {}
+    for index in _alive(recording, position):
+        birth = recording.births[index]
+        module = totals.setdefault(birth.module, {})
+        module[birth.category] = module.get(birth.category, 0) + blocks[index]
+    return dict(sorted(totals.items(), key=lambda item: -sum(item[1].values())))
