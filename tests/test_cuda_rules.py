@@ -1,8 +1,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from snugfit.memory import cuda_rules, torch_private
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from snugfit.memory import cuda_rules, torch_private
 
 
 class Operations(TorchDispatchMode):

@@ -1,8 +1,9 @@
 """Canaries: each private name of torch that the memory room uses still does what it is used for."""
 
 import torch
-from snugfit.memory import cuda_rules, torch_private
 from torch.optim import optimizer
+
+from snugfit.memory import cuda_rules, torch_private
 
 
 def test_fake_mode_makes_tensors_without_data():

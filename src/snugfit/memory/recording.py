@@ -14,7 +14,6 @@ NOTE [How a storage gets its name]
    autocast; of the rest, what a forward made and left alive when backward began is ``saved``.
 """
 
-import bisect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,12 +22,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils.flop_counter import flop_registry
 
 from snugfit.errors import UnsupportedError
 from snugfit.memory import torch_private
+from snugfit.memory.module_stack import ModuleStack
+
+_HOST = -1
+"Stands for a storage that is not on the traced device."
 
 
 class Work(NamedTuple):
@@ -51,6 +53,8 @@ class Birth:
     module: str
     op: str
     window: int
+    place: str = ""
+    "``device`` or ``host`` where the step says so, else open."
 
 
 @dataclass(slots=True)
@@ -91,7 +95,9 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         self._backward_ran = False
         self._in_optimizer = False
         self._in_move = False
-        self._modules = _ModuleStack(self.adopt)
+        self._naming_device = False
+        self._names_device = False
+        self._modules = ModuleStack(self.adopt)
         self._owners: dict[int, str] = {}
         self._views: dict[Any, bool] = {}
         self._cpu = torch.device("cpu")
@@ -144,7 +150,7 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         """Say what already recorded tensors are, and to which module they belong."""
         for tensor in tensors:
             index = self._live.get(tensor.untyped_storage()._cdata)
-            if index is not None:
+            if index is not None and index != _HOST:
                 birth = self.recording.births[index]
                 birth.category = category
                 birth.module = birth.module if module is None else module
@@ -161,9 +167,40 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         """A copy of a host tensor on the traced device: the input of a micro-batch."""
         self._in_move = True
         try:
-            return tensor.clone()
+            with self.on_device():
+                return tensor.clone()
         finally:
             self._in_move = False
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """What is made in this context is on the traced device; from now on the rest may be on the host."""
+        outer, self._names_device = self._naming_device, True
+        self._naming_device = True
+        try:
+            yield
+        finally:
+            self._naming_device = outer
+
+    def placed(self, tensor: Tensor) -> Tensor:
+        """The tensor on the traced device: itself if it is there, else a copy."""
+        return tensor if self._place_of(tensor) == "device" else self.moved(tensor)
+
+    def recording_on_device(self) -> Recording:
+        """The recording without what stayed on the host, where the step tells the two apart."""
+        recording = self.recording
+        hosted = {i + 1 for i, birth in enumerate(recording.births) if birth.place == "host"}
+        if not self._names_device or not hosted:
+            return recording
+        kept_before = [0]
+        for event in recording.events:
+            kept_before.append(kept_before[-1] + (abs(event) not in hosted))
+        return Recording(
+            recording.births,
+            [event for event in recording.events if abs(event) not in hosted],
+            [(kept_before[position], name) for position, name in recording.marks],
+            [(kept_before[position], work) for position, work in recording.work],
+        )
 
     def allocate(self, num_bytes: int, category: str, op: str) -> int:
         """Record memory that no tensor holds, such as a library's workspace; returns its key for ``release``."""
@@ -203,15 +240,34 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         fresh = False
         host = self._host_scalars and name == "lift_fresh.default"
         for tensor in _tensors(result):
-            if type(tensor) is not torch_private.Fake or (host and tensor.dim() == 0):
+            if type(tensor) is not torch_private.Fake:
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key not in self._live:
+            if key in self._live:
+                continue
+            if host and tensor.dim() == 0:
+                self._watch(storage, key, _HOST)
+            else:
                 fresh = True
-                self._watch(storage, key, self._birth(storage.nbytes(), self._category(phase), name))
+                index = self._birth(storage.nbytes(), self._category(phase), name)
+                self.recording.births[index].place = self._place(args)
+                self._watch(storage, key, index)
         if fresh or not self._is_view(func):
             self.recording.work.append((len(self.recording.events), _work(func, phase, args, kwargs, result)))
+
+    def _place(self, args: Sequence[Any]) -> str:
+        """Where a result is: what names the device or comes from it is there, what is built before, on the host."""
+        if self._naming_device:
+            return "device"
+        inputs = {self._place_of(tensor) for value in args for tensor in _tensors(value)}
+        if not inputs:
+            return "" if self.window else "host"
+        return "device" if "device" in inputs else "host" if "host" in inputs else ""
+
+    def _place_of(self, tensor: Tensor) -> str:
+        index = self._live.get(tensor.untyped_storage()._cdata, _HOST)
+        return "host" if index == _HOST else self.recording.births[index].place
 
     def _watch(self, storage: Any, key: int, index: int) -> None:
         live, watches, events = self._live, self._watches, self.recording.events
@@ -219,7 +275,8 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         def died(_: Any) -> None:
             if watches.pop(key, None) is not None:
                 del live[key]
-                events.append(-(index + 1))
+                if index != _HOST:
+                    events.append(-(index + 1))
 
         live[key] = index
         watches[key] = weakref.ref(storage, died)
@@ -286,58 +343,6 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             op=op,
             module=self.module,
         )
-
-
-class _ModuleStack:
-    """Which module is running, by its fully qualified name, in forward, in backward and in recomputation."""
-
-    def __init__(self, on_root: Callable[[nn.Module], None]) -> None:
-        self._on_root = on_root
-        self._names: dict[int, str] = {}
-        self._roots: list[nn.Module] = []  # kept, so that no id passes on to another module
-        self._running: list[str] = []
-        self._ids: list[int] = []
-        self._sequence_starts: list[int] = [0]
-        self._sequence_modules: list[str] = [""]
-
-    @property
-    def is_running(self) -> bool:
-        return bool(self._running)
-
-    def watch(self) -> list[Any]:
-        return [
-            module_hooks.register_module_forward_pre_hook(self._enter),
-            module_hooks.register_module_forward_hook(self._leave, always_call=True),
-        ]
-
-    def current(self) -> str:
-        if self._running:
-            return self._running[-1]
-        number = torch_private.current_sequence_number() if torch_private.in_backward() else None
-        if number is None or number > 2**62:  # nodes that accumulate into a leaf carry the largest number
-            return ""
-        return self._sequence_modules[bisect.bisect_right(self._sequence_starts, number) - 1]
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        if id(module) not in self._names:
-            self._roots.append(module)
-            for name, child in module.named_modules():
-                self._names.setdefault(id(child), name)
-            self._on_root(module)
-        self._ids.append(id(module))
-        self._running.append(self._names[id(module)])
-        self._note()
-
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        while self._ids and self._ids.pop() != id(module):
-            self._running.pop()
-        if self._running:
-            self._running.pop()
-        self._note()
-
-    def _note(self) -> None:
-        self._sequence_starts.append(torch_private.next_sequence_number())
-        self._sequence_modules.append(self._running[-1] if self._running else "")
 
 
 def _tensors(result: Any) -> Sequence[Tensor]:

@@ -3,12 +3,14 @@
 ``tests/test_torch_private.py`` holds a canary per name: when a new torch moves one, that test says which.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -90,6 +92,32 @@ def foreach_for_fake_tensors() -> Iterator[None]:
 
 
 @contextmanager
+def modules_converted_in_place() -> Iterator[None]:
+    """Let ``module.to()``, ``.cuda()`` and ``.half()`` work on fake parameters.
+
+    For real parameters torch replaces a parameter's data and keeps the object; for fake ones it tries to swap
+    tensors and fails ("couldn't swap"). Here the data of fake ones is replaced as well, so that ties last.
+    """
+    original: Callable[..., nn.Module] = nn.Module._apply
+
+    def apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        own = [parameter for parameter in self._parameters.values() if parameter is not None]
+        if not all(isinstance(parameter, FakeTensor) for parameter in own):
+            return original(self, fn, recurse)
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        for parameter in own:
+            with torch.no_grad():
+                parameter.data = fn(parameter)
+        self._buffers.update({name: fn(buffer) for name, buffer in self._buffers.items() if buffer is not None})
+        module: nn.Module = self
+        return module
+
+    with mock.patch.object(nn.Module, "_apply", apply):
+        yield
+
+
+@contextmanager
 def autocast_as_cpu(on_cache_cleared: Callable[[], None]) -> Iterator[None]:
     """Let ``torch.autocast("cuda")`` act on CPU tensors, and say when the outermost autocast ends.
 
@@ -120,3 +148,51 @@ def autocast_as_cpu(on_cache_cleared: Callable[[], None]) -> Iterator[None]:
         mock.patch.object(torch, "clear_autocast_cache", clear),
     ):
         yield
+
+
+# --- the profiler's memory events, for measuring.py ---
+
+
+class MemoryEvent(NamedTuple):
+    """One allocation (positive bytes) or free (negative) of host memory, or a mark (0 bytes, address 0)."""
+
+    time_ns: int
+    address: int
+    num_bytes: int
+    scopes: tuple[str, ...]
+    "Names of the operations and marks around it, outermost first; for a mark its own name comes last."
+
+
+@contextmanager
+def profiled_memory(mark_prefix: str) -> Iterator[list[MemoryEvent]]:
+    """Collect every host allocation and free of torch's allocator; the list is filled when the context ends.
+
+    Memory that was allocated before is not seen, nor is its end. Memory that a library takes past torch's allocator
+    is not seen either.
+
+    Args:
+        mark_prefix: A ``torch.profiler.record_function`` whose name begins with it is listed as a mark.
+    """
+    events: list[MemoryEvent] = []
+    # Kineto reads its log level once, at its first use, and writes two lines to stderr at the default one.
+    with mock.patch.dict(os.environ, {"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")}):
+        profiler = torch.autograd.profiler.profile(profile_memory=True)
+        profiler.__enter__()
+    try:
+        yield events
+    finally:
+        profiler.__exit__(None, None, None)
+    results: Any = profiler.kineto_results
+    stack: list[tuple[Any, tuple[str, ...]]] = [(node, ()) for node in results.experimental_event_tree()]
+    while stack:
+        node, scopes = stack.pop()
+        if node.tag == torch._C._profiler._EventType.Allocation:
+            fields = node.extra_fields
+            if fields.device.type == "cpu":
+                events.append(MemoryEvent(node.start_time_ns, fields.ptr, fields.alloc_size, scopes))
+            continue
+        inner = (*scopes, node.name)
+        if node.name.startswith(mark_prefix):
+            events.append(MemoryEvent(node.start_time_ns, 0, 0, inner))
+        stack.extend((child, inner) for child in node.children)
+    events.sort(key=lambda event: event.time_ns)

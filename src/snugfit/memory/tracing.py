@@ -15,13 +15,13 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from snugfit import hardware
 from snugfit.errors import PlanError
 from snugfit.jobs import Job
-from snugfit.memory import allocator, cuda_rules
+from snugfit.memory import allocator, cuda_rules, torch_private
+from snugfit.memory.placement import Placement
 from snugfit.memory.recording import Recorder, Recording, Work
 from snugfit.memory.reports import MemoryReport, PeakAt
 from snugfit.plans import Plan
@@ -147,7 +147,8 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
             return tree_map_only(Tensor, recorder.moved, micro_batch)
 
         traced = replace(job, model=_fake_copy(job.model)) if isinstance(job.model, nn.Module) else job
-        engine = build.construct(traced, plan, torch.device("cpu"))
+        with recorder.on_device():
+            engine = build.construct(traced, plan, torch.device("cpu"))
         recorder.adopt(engine.model)
         fakes = tree_map_only(Tensor, recorder.from_tensor, micro_batches)
         engine.hooks = replace(engine.hooks, decide=lambda found_inf, count: None, move=move)
@@ -180,8 +181,9 @@ def record(
                 cuda_rules.cuda_semantics(capability, lambda cast: recorder.categorise([cast], "autocast"))
             )
         stack.enter_context(_initialisers_off())
+        stack.enter_context(torch_private.modules_converted_in_place())
         stack.enter_context(recorder.recording_on())
-        stack.enter_context(_CudaNamesAsCpu(recorder))
+        stack.enter_context(Placement(recorder))
         step = make_step(recorder)
         if not callable(step):
             raise PlanError(
@@ -194,7 +196,7 @@ def record(
             recorder.begin_window()
             step()
             recorder.end_window()
-    return Trace(recorder.recording, device, tuple(assumptions))
+    return Trace(recorder.recording_on_device(), device, tuple(assumptions))
 
 
 def skeleton(job: Job) -> nn.Module:
@@ -222,29 +224,6 @@ class _Workspaces:
             recorder.allocate(self._num_bytes, "workspace", "cuBLAS workspace")
 
 
-class _CudaNamesAsCpu(TorchFunctionMode):
-    """Lets code that names a CUDA device run on fake CPU tensors; a move to it is a copy on the traced device."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is Tensor.cuda:
-            return args[0]
-        if any(_names_cuda(value) for value in args) or any(_names_cuda(value) for value in kwargs.values()):
-            args = tuple(torch.device("cpu") if _names_cuda(value) else value for value in args)
-            kwargs = {key: torch.device("cpu") if _names_cuda(value) else value for key, value in kwargs.items()}
-        return func(*args, **kwargs)
-
-
-def _names_cuda(value: object) -> bool:
-    return (isinstance(value, str) and value.split(":")[0] == "cuda") or (
-        isinstance(value, torch.device) and value.type == "cuda"
-    )
-
-
 @contextmanager
 def _initialisers_off() -> Iterator[None]:
     """Build modules without initialising weights, which hold no data (and some initialisers read values)."""
@@ -253,7 +232,8 @@ def _initialisers_off() -> Iterator[None]:
         return tensor
 
     names = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
-    with mock.patch.multiple(nn.init, **dict.fromkeys(names, keep)):
+    replaced: dict[str, Any] = dict.fromkeys(names, keep)
+    with mock.patch.multiple(nn.init, **replaced):
         yield
 
 

@@ -1,0 +1,256 @@
+"""Training under a hard memory cap: a child process with ``RLIMIT_DATA``, and how much of the cap a plan may use.
+
+Entry points: ``measure_baseline`` and ``budget_under_cap`` before planning, ``run_capped`` to train. Linux only. The
+child imports its job again, so a job that exists in memory only is refused.
+
+    NOTE [What counts against the cap]
+    1. ``RLIMIT_DATA`` limits private writable mappings (``VmData``): heap, anonymous memory, stacks of threads.
+       Whether pages were touched does not matter. torch's allocator raises its own error at the limit.
+    2. glibc keeps large blocks in its heap when they are freed and the process then needs 32 to 97 % more than its
+       tensors. With both thresholds of ``_HEAP`` at 128 KiB every larger block is a mapping of its own: 4 to 10 %.
+    3. libgomp ends the process when it cannot start a thread. So every thread pool and library is started, and the
+       job's data is opened, before the limit is set; what the process has by then is the baseline.
+    4. A plan may use the cap without the baseline and without ``RESERVE_BYTES`` for the interpreter's own growth.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from snugfit import runs, sizes
+from snugfit.errors import DeviceMemoryError, InfeasibleError, PlanError, SnugfitError, UnsupportedError
+from snugfit.jobs import Job
+from snugfit.memory.measuring import random_states
+from snugfit.memory.reports import MemoryReport
+from snugfit.plans import Plan, write_atomically
+from snugfit.targets import load_target
+from snugfit.training import build
+
+RESERVE_BYTES = 16 * sizes.MIB
+EXIT_DONE, EXIT_USER_ERROR, EXIT_OUT_OF_MEMORY = 0, 2, 3
+
+_HEAP = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+_STATIC = ("parameter", "buffer", "gradient", "optimizer")
+
+
+def measure_baseline(target: str, options: Mapping[str, Any] | None = None) -> int:
+    """Start the child, let it import, warm up and open the job's data as for a run, and return what it has then.
+
+    Args:
+        target: What ``load_target`` takes, ``file.py:name`` for example.
+        options: Further arguments of ``load_target``, such as ``{"seq": 512}``.
+
+    Returns:
+        ``VmData`` of the child in bytes.
+
+    Raises:
+        PlanError: A job that exists in memory only, or a target that the child cannot load.
+        UnsupportedError: Not on Linux.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "baseline.json"
+        child = _child(
+            {"target": _importable(target), "options": dict(options or {}), "answer": str(answer)}, quiet=True
+        )
+        if child.returncode or not answer.is_file():
+            raise PlanError(
+                "the child process could not load the job",
+                got=(child.stderr or "").strip() or f"exit status {child.returncode}",
+                expected="a target that can be imported in a process of its own",
+                hint=f"try it alone: python {target.partition(':')[0]}",
+            )
+        return int(json.loads(answer.read_text(encoding="utf-8"))["baseline_bytes"])
+
+
+def budget_under_cap(cap_bytes: int, baseline_bytes: int) -> int:
+    """What a plan may use under a cap: the cap without the baseline and the reserve, in bytes.
+
+    Raises:
+        InfeasibleError: Nothing is left; ``.cap_bytes``, ``.baseline_bytes``.
+    """
+    allowed = cap_bytes - baseline_bytes - RESERVE_BYTES
+    if allowed <= 0:
+        raise InfeasibleError(
+            "the memory cap leaves nothing for tensors",
+            got=f"cap {sizes.text(cap_bytes)}",
+            expected=f"more than {sizes.text(baseline_bytes)} that the process has before the first tensor, and "
+            f"{sizes.text(RESERVE_BYTES)} in reserve",
+            hint=f"use a cap above {sizes.text(baseline_bytes + RESERVE_BYTES)}",
+            cap_bytes=cap_bytes,
+            baseline_bytes=baseline_bytes,
+        )
+    return allowed
+
+
+def check_static(report: MemoryReport, allowed_bytes: int) -> None:
+    """Refuse a cap that parameters, buffers, gradients and optimizer state alone exceed, whatever the plan.
+
+    Args:
+        report: Prediction of any plan of the job.
+        allowed_bytes: See ``budget_under_cap``.
+
+    Raises:
+        InfeasibleError: They do; ``.smallest`` is the report, ``.budget_bytes`` what is allowed.
+    """
+    if report.static_bytes <= allowed_bytes:
+        return
+    held = report.phases.get("backward end", report.by_category)
+    parts = ", ".join(f"{category} {sizes.text(held[category])}" for category in _STATIC if held.get(category))
+    raise InfeasibleError(
+        "the memory cap is smaller than what the job holds all the time",
+        got=f"{sizes.text(report.static_bytes)} of static memory: {parts}",
+        expected=f"static memory within the {sizes.text(allowed_bytes)} that the cap allows, with room for the step",
+        hint="use a larger cap, a smaller model, or an optimizer with less state",
+        smallest=report,
+        budget_bytes=allowed_bytes,
+    )
+
+
+def run_capped(
+    target: str,
+    plan_path: str | os.PathLike[str],
+    *,
+    cap_bytes: int,
+    steps: int,
+    run_dir: str | os.PathLike[str],
+    options: Mapping[str, Any] | None = None,
+    predicted: Mapping[str, Any] | None = None,
+    recover: bool = True,
+) -> int:
+    """Train in a child process that cannot have more than ``cap_bytes`` of private memory, and return its status.
+
+    The child prints to this process's terminal: the progress bar, and one four-part message when it fails.
+
+    Args:
+        target: What ``load_target`` takes, ``file.py:name`` for example.
+        plan_path: File that ``Plan.save`` wrote.
+        cap_bytes: Limit of the whole process (``RLIMIT_DATA``), the interpreter and its libraries included.
+        steps: See ``runs.train``.
+        run_dir: See ``runs.train``.
+        options: Further arguments of ``load_target``, such as ``{"seq": 512}``.
+        predicted: See ``runs.train``.
+        recover: See ``runs.train``.
+
+    Returns:
+        0 done, 2 user error, 3 out of memory; negative when a signal ended the child (a library that could not take
+        a refused allocation), as in ``subprocess``.
+
+    Raises:
+        PlanError: A job that exists in memory only.
+        UnsupportedError: Not on Linux.
+    """
+    request = {
+        "target": _importable(target),
+        "options": dict(options or {}),
+        "plan": os.fspath(plan_path),
+        "cap_bytes": cap_bytes,
+        "steps": steps,
+        "run_dir": os.fspath(run_dir),
+        "predicted": predicted,
+        "recover": recover,
+    }
+    return _child(request, quiet=False).returncode
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The child: read the request, do it, and return the exit status."""
+    import resource  # not on every system
+
+    parser = argparse.ArgumentParser(prog="python -m snugfit.capped", description="A run under a memory cap.")
+    parser.add_argument("request", help="JSON file that run_capped or measure_baseline wrote")
+    request = json.loads(Path(parser.parse_args(arguments).request).read_text(encoding="utf-8"))
+    try:
+        job = load_target(request["target"], **request["options"])
+        _warm_up(job)
+        baseline = runs.process_bytes("VmData")
+        if "answer" in request:
+            write_atomically(Path(request["answer"]), json.dumps({"baseline_bytes": baseline}))
+            return EXIT_DONE
+        plan = Plan.load(request["plan"])
+        resource.setrlimit(resource.RLIMIT_DATA, (request["cap_bytes"], request["cap_bytes"]))
+        runs.train(
+            job,
+            plan,
+            steps=request["steps"],
+            run_dir=request["run_dir"],
+            device="cpu",
+            predicted=request["predicted"],
+            recover=request["recover"],
+        )
+    except DeviceMemoryError as error:
+        print(error, file=sys.stderr)
+        return EXIT_OUT_OF_MEMORY
+    except SnugfitError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USER_ERROR
+    return EXIT_DONE
+
+
+def _importable(target: object) -> str:
+    if not sys.platform.startswith("linux"):
+        raise UnsupportedError(
+            "a memory cap needs Linux",
+            got=f"platform {sys.platform}",
+            expected="RLIMIT_DATA and /proc",
+            hint="train without a cap",
+        )
+    if not isinstance(target, str):
+        raise PlanError(
+            "a job that exists in memory only cannot run under a memory cap",
+            got=type(target).__name__,
+            expected='a target that the child process can import, such as "file.py:name"',
+            hint="put the job into a file with a function job(), and pass the file",
+        )
+    return target
+
+
+def _child(request: Mapping[str, Any], *, quiet: bool) -> "subprocess.CompletedProcess[str]":
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "request.json"
+        path.write_text(json.dumps(request), encoding="utf-8")
+        return subprocess.run(
+            [sys.executable, "-m", "snugfit.capped", str(path)],
+            env={**os.environ, **_HEAP},
+            stdout=subprocess.DEVNULL if quiet else None,
+            stderr=subprocess.PIPE if quiet else None,
+            text=True,
+            check=False,
+        )
+
+
+def _warm_up(job: Job) -> None:
+    """Start what takes memory once and is not a tensor: thread pools, kernel libraries, the job's data.
+
+    See rule 3 of the NOTE at the top of this file.
+    """
+    import rich.progress  # noqa: F401  (loaded here, so that it belongs to the baseline)
+
+    with random_states(job.seed):
+        model = nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for dtype in (torch.float32, torch.bfloat16):
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                hidden = model(torch.arange(512).remainder(64).view(2, 256))
+                heads = hidden.view(2, 256, 4, 64).transpose(1, 2)
+                attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+                F.cross_entropy(attended.flatten(0, 2).float(), torch.zeros(2048, dtype=torch.long)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        F.conv2d(torch.rand(2, 8, 32, 32), torch.rand(8, 8, 3, 3, requires_grad=True)).sum().backward()
+        build.example_batch(job, 1)
+        if job.data is not None:
+            next(iter(job.data()), None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,286 @@
+"""Measures the memory of a training step by really running it: the engine's own windows, with counters on.
+
+Entry point: ``measure``. On the CPU every allocation and free of torch's allocator is read from torch's profiler,
+temporaries of kernels included; on CUDA the caching allocator's own statistics. Left out: what libraries (oneDNN,
+OpenMP) take from the heap past torch's allocator, and the heap's own overhead.
+"""
+
+import copy
+import gc
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from snugfit import hardware
+from snugfit.errors import UnsupportedError
+from snugfit.jobs import Job, Shared
+from snugfit.memory import torch_private
+from snugfit.memory.recording import Birth, Recording
+from snugfit.memory.reports import MemoryReport, PeakAt
+from snugfit.memory.tracing import Trace
+from snugfit.plans import Plan
+from snugfit.training import build
+
+NUM_WINDOWS = 2
+
+_MARK = "snugfit mark "
+_BACKWARD = "autograd::engine::evaluate_function"
+_OPTIMIZER = "Optimizer.step#"
+_CPU_ASSUMPTIONS = (
+    "every allocation and free of torch's allocator is counted; memory that libraries take past it is not",
+    "saved: made by a forward and alive when its backward began, the loss and casts of weights included",
+    "temporary: made during backward or the update, tensors of a recomputation included",
+)
+
+
+def measure(
+    job: Job, plan: Plan, device: str | hardware.Device = "auto", *, windows: int = NUM_WINDOWS
+) -> MemoryReport:
+    """Run some windows of a job under a plan and return what they needed.
+
+    Model, optimizer and random states are left as they are: a given module is copied before it is trained, random
+    states (Python, numpy, torch) are set to ``job.seed`` inside and put back. On CUDA that copy counts, a module
+    given on the device beside it does not.
+
+    Args:
+        job: What is trained; its callables run in this process.
+        plan: How.
+        device: ``"auto"``, ``"cpu"`` or a CUDA device of this machine.
+        windows: Number of updates; from the second on the optimizer's state is there.
+
+    Returns:
+        Report with label ``"CPU-measured"`` or ``"GPU-measured"``. Which module holds what is not measured:
+        ``by_module`` has the key ``""`` only.
+
+    Raises:
+        UnsupportedError: A device that is not in this machine, or a given module that cannot be copied.
+        DeviceMemoryError: The device is too small.
+    """
+    target = hardware.resolve(device)
+    if target.kind == "cuda" and target.index is None:
+        raise UnsupportedError(
+            "only a device of this machine can be measured",
+            got=f"device={target.name!r}",
+            expected='"auto", "cpu", or a CUDA device that torch finds here',
+            hint="predict instead: snugfit.estimate(job, plan, device)",
+        )
+    if isinstance(job.model, nn.Module):
+        job = replace(job, model=_copier(job.model))
+    with random_states(job.seed):
+        return (_measure_on_cuda if target.kind == "cuda" else _measure_on_cpu)(job, plan, target, windows)
+
+
+def _measure_on_cpu(job: Job, plan: Plan, device: hardware.Device, windows: int) -> MemoryReport:
+    gc.collect()
+    marks = _Marks()
+    with torch_private.profiled_memory(_MARK) as events:
+        batch = build.example_batch(job, plan.samples_per_rank)
+        engine = build.build(job, plan, device)
+        marks.take("built", _held(engine, batch))
+        decide = engine.hooks.decide
+
+        def decide_and_mark(found_inf: Any, count: Any) -> Any:
+            marks.take("backward end", {"gradient": [p.grad for p in engine.model.parameters() if p.grad is not None]})
+            return decide(found_inf, count)
+
+        engine.hooks = replace(engine.hooks, decide=decide_and_mark)
+        micro_batches, counts = engine.prepare(batch, plan.micro_batch_size)
+        for _ in range(windows):
+            marks.take("window", {})
+            engine.run(micro_batches, counts)
+            marks.take("step end", _held(engine, batch))
+        engine.close()
+    recording = _recording(events, marks.taken)
+    report = Trace(recording, device, _CPU_ASSUMPTIONS).report()
+    return replace(report, label="CPU-measured")
+
+
+def _measure_on_cuda(job: Job, plan: Plan, device: hardware.Device, windows: int) -> MemoryReport:
+    index = device.torch_device
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(index)
+    allocated_before, reserved_before = torch.cuda.memory_allocated(index), torch.cuda.memory_reserved(index)
+    batch = build.example_batch(job, plan.samples_per_rank)
+    engine = build.build(job, plan, device)
+    micro_batches, counts = engine.prepare(batch, plan.micro_batch_size)
+    decide = engine.hooks.decide
+    gradients: list[int] = []
+
+    def decide_and_count(found_inf: Any, count: Any) -> Any:
+        gradients.append(_num_bytes(p.grad for p in engine.model.parameters() if p.grad is not None))
+        return decide(found_inf, count)
+
+    engine.hooks = replace(engine.hooks, decide=decide_and_count)
+    for _ in range(windows):
+        engine.run(micro_batches, counts)
+    torch.cuda.synchronize(index)
+    peak = torch.cuda.max_memory_allocated(index) - allocated_before
+    reserved = torch.cuda.max_memory_reserved(index) - reserved_before
+    static = {category: _num_bytes(tensors) for category, tensors in _held(engine, None).items()}
+    static["gradient"] = max(gradients, default=0)
+    engine.close()
+    by_category = {**static, "other": peak - sum(static.values())}
+    driver = torch.version.cuda
+    return MemoryReport(
+        device=device.name,
+        label="GPU-measured",
+        peak_allocated_bytes=peak,
+        peak_reserved_bytes=reserved,
+        static_bytes=sum(static.values()),
+        context_bytes=device.context_bytes,
+        by_category=by_category,
+        by_module={"": by_category},
+        peak_at=PeakAt(window=windows, phase="unknown", module="", op="unknown"),
+        phases={},
+        assumptions=(
+            f"{torch.cuda.get_device_name(index)}, torch {torch.__version__}, CUDA {driver}; the context is assumed",
+            "categories are those of the objects after the last window; all else at the peak is other",
+        ),
+    )
+
+
+class _Marks:
+    """Moments of a profiled run, and which storages held what at each of them."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[str, dict[int, tuple[str, int]]]] = []
+
+    def take(self, name: str, held: dict[str, list[Tensor]]) -> None:
+        """Remember the category and size of each storage, by address, and leave a mark in the profile."""
+        self.taken.append(
+            (
+                name,
+                {
+                    storage.data_ptr(): (category, storage.nbytes())
+                    for category, tensors in held.items()
+                    for storage in _storages(tensors)
+                },
+            )
+        )
+        with torch.profiler.record_function(f"{_MARK}{len(self.taken) - 1}"):
+            pass
+
+
+def _held(engine: Any, batch: Any) -> dict[str, list[Tensor]]:
+    """Category to the tensors that the engine's objects and the batch hold."""
+    states = [
+        value for optimizer in engine.optimizers for state in optimizer.state.values() for value in state.values()
+    ]
+    leaves = [leaf.value if isinstance(leaf, Shared) else leaf for leaf in tree_leaves(batch)]
+    return {
+        "input": [leaf for leaf in leaves if isinstance(leaf, Tensor)],
+        "optimizer": [value for value in states if isinstance(value, Tensor)],
+        "buffer": list(engine.model.buffers()),
+        "parameter": list(engine.model.parameters()),
+    }
+
+
+def _recording(
+    events: Sequence[torch_private.MemoryEvent], marks: Sequence[tuple[str, dict[int, tuple[str, int]]]]
+) -> Recording:
+    """The profile as a recording: births with categories, events, marks.
+
+    What the engine holds when it is built and nobody saw being allocated was there before: it is born first.
+    """
+    births: list[Birth] = []
+    stream: list[int] = []
+    named: list[tuple[int, str]] = []
+    live: dict[int, int] = {}
+    forward: list[int] = []
+    there_before: list[int] = []
+    window, previous = 0, "build"
+    for event in events:
+        if not event.address:
+            name, held = marks[int(event.scopes[-1].removeprefix(_MARK))]
+            window += name == "window"
+            for address, (category, num_bytes) in held.items():
+                if address in live:
+                    births[live[address]].category = category
+                elif name == "built":
+                    births.append(Birth(num_bytes, category, "build", "", "", 0))
+                    there_before.append(len(births))
+            named.append((len(stream), name))
+            continue
+        phase = _phase(event.scopes, window)
+        if phase == "backward" and previous == "forward":
+            named.append((len(stream), "forward end"))
+            alive = set(live.values())
+            for index in forward:
+                if births[index].category == "other":
+                    births[index].category = "saved" if index in alive else "temporary"
+            forward = []
+        previous = phase
+        if event.num_bytes > 0:
+            category = "temporary" if phase in ("backward", "optimizer") else "other"
+            births.append(Birth(event.num_bytes, category, phase, "", _operation(event.scopes), window))
+            live[event.address] = len(births) - 1
+            stream.append(len(births))
+            if phase == "forward":
+                forward.append(len(births) - 1)
+        elif event.address in live:  # else from before the profile
+            stream.append(-(live.pop(event.address) + 1))
+    shift = len(there_before)
+    return Recording(births, [*there_before, *stream], [(position + shift, name) for position, name in named])
+
+
+def _phase(scopes: Sequence[str], window: int) -> str:
+    if not window:
+        return "build"
+    if any(scope.startswith(_BACKWARD) for scope in scopes):
+        return "backward"
+    return "optimizer" if any(scope.startswith(_OPTIMIZER) for scope in scopes) else "forward"
+
+
+def _operation(scopes: Sequence[str]) -> str:
+    return scopes[-1].removeprefix("aten::") if scopes else ""
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    for tensor in tensors:
+        if tensor.layout == torch.strided:
+            yield tensor.untyped_storage()
+
+
+def _num_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of CUDA tensors, each counted once."""
+    on_device = (tensor for tensor in tensors if tensor.is_cuda)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in _storages(on_device)}.values())
+
+
+def _copier(module: nn.Module) -> Callable[[], nn.Module]:
+    """A builder of copies of a module, so that the module itself is never trained."""
+
+    def twin() -> nn.Module:
+        try:
+            return copy.deepcopy(module)
+        except Exception as error:  # whatever the user's classes raise
+            raise UnsupportedError(
+                "the given module cannot be copied, and measuring would change it",
+                got=f"{type(module).__name__}: {type(error).__name__}: {error}",
+                expected="a module that copy.deepcopy copies, or a function that builds it",
+                hint="pass a function as Job.model: model=lambda: MyModel(...)",
+            ) from error
+
+    return twin
+
+
+@contextmanager
+def random_states(seed: int) -> Iterator[None]:
+    """Seed Python's, numpy's and torch's random states, and put them back as they were."""
+    states = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng():
+        random.seed(seed)
+        numpy.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            numpy.random.set_state(states[1])

@@ -1,0 +1,280 @@
+"""Trains a job under a plan for some steps and leaves a run folder that says what happened.
+
+Entry point: ``train``. The folder holds ``plan.json``, ``metrics.jsonl`` (one line per step, written as it ends) and
+``report.json`` (written last). Left out: saving and resuming a training state.
+"""
+
+import json
+import math
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from snugfit import hardware, sizes
+from snugfit.errors import BatchError, DeviceMemoryError, PlanError, UnsupportedError
+from snugfit.jobs import Job
+from snugfit.memory.measuring import random_states
+from snugfit.plans import Plan, write_atomically
+from snugfit.training import build, recovery
+
+METRICS, REPORT, PLAN = "metrics.jsonl", "report.json", "plan.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a finished run reports; the same values are in ``report.json``."""
+
+    run_dir: str
+    steps: int
+    "Updates asked for; skipped ones are among them."
+    skipped: int
+    seconds: float
+    "Wall time of the steps, without building the model."
+    first_loss: float | None
+    last_loss: float | None
+    "Loss of the first and of the last step; None where it was not finite."
+    peak_memory_bytes: int | None
+    peak_memory_source: str
+    "What was read, in one sentence."
+    predicted: Mapping[str, Any] | None
+    "The predicted ``MemoryReport`` as a dictionary, where one was given."
+    notes: tuple[str, ...]
+    "Sentences that a reader of the numbers must know."
+
+
+def train(
+    job: Job,
+    plan: Plan,
+    *,
+    steps: int,
+    run_dir: str | os.PathLike[str],
+    resume: bool = False,
+    device: str | hardware.Device = "auto",
+    predicted: Mapping[str, Any] | None = None,
+    recover: bool = True,
+) -> RunResult:
+    """Build the engine, run some steps, and write the run folder; a given module is trained in place.
+
+    Batches come from ``job.data()``, called again whenever it is used up, else the example batch is used again and
+    again. Random states are set to ``job.seed`` inside and put back. Files of an earlier run are replaced.
+
+    Args:
+        job: What is trained.
+        plan: How.
+        steps: Number of windows, skipped ones included.
+        run_dir: Folder of the run; made if it is not there.
+        resume: Not supported yet.
+        device: ``"auto"``, ``"cpu"`` or a CUDA device of this machine.
+        predicted: ``MemoryReport.to_dict()`` of the prediction, kept in the report.
+        recover: Whether a window that runs out of memory is run again in smaller micro-batches.
+
+    Returns:
+        What ``report.json`` holds.
+
+    Raises:
+        UnsupportedError: ``resume=True``.
+        PlanError: ``steps`` below 1, or the job contradicts the plan.
+        BatchError: ``job.data()`` has no batch.
+        DeviceMemoryError: Out of memory; the folder then has no report.
+    """
+    if resume:
+        raise UnsupportedError(
+            "train cannot resume yet",
+            got="resume=True",
+            expected="resume=False: this version saves no training state",
+            hint="start afresh with resume=False",
+        )
+    if not isinstance(steps, int) or steps < 1:
+        raise PlanError("steps must be a whole number of at least 1", got=f"steps={steps!r}", expected=">= 1")
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (REPORT, METRICS):
+        (folder / name).unlink(missing_ok=True)
+    plan.save(folder / PLAN)
+    target = hardware.resolve(device)
+    memory = _PeakMemory(target.torch_device)
+    notes = []
+    if job.data is None:
+        notes.append("the job has no data: every step trained on its example batch")
+    with random_states(job.seed), _memory_errors_named():
+        engine = build.build(job, plan, target)
+        batches = _batches(job, plan)
+        losses: list[float | None] = []
+        skipped = 0
+        with _progress(steps) as show, (folder / METRICS).open("a", encoding="utf-8", buffering=1) as metrics:
+            start = time.perf_counter()
+            for _ in range(steps):
+                batch = next(batches)
+                before, samples_before = time.perf_counter(), engine.sample_count
+                result = engine.step(batch) if recover else engine.run(*engine.prepare(batch, plan.micro_batch_size))
+                losses.append(_finite(result.loss))
+                skipped += result.skipped
+                line = {
+                    "step": len(losses),
+                    "loss": losses[-1],
+                    "lr": list(result.lr),
+                    "grad_norm": _finite(result.grad_norm),
+                    "samples_per_s": (engine.sample_count - samples_before) / (time.perf_counter() - before),
+                    "peak_memory_bytes": memory.peak_bytes(),
+                    "skipped": result.skipped,
+                    "reason": result.reason,
+                }
+                metrics.write(json.dumps(line) + "\n")
+                show(line)
+            seconds = time.perf_counter() - start
+        engine.close()
+    outcome = RunResult(
+        run_dir=str(folder),
+        steps=steps,
+        skipped=skipped,
+        seconds=seconds,
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        peak_memory_bytes=memory.peak_bytes(),
+        peak_memory_source=memory.source,
+        predicted=predicted,
+        notes=tuple(notes),
+    )
+    report = {**asdict(outcome), "seed": job.seed, "device": target.name, "versions": _versions()}
+    write_atomically(folder / REPORT, json.dumps(report, indent=2) + "\n")
+    return outcome
+
+
+def _batches(job: Job, plan: Plan) -> Iterator[Any]:
+    """Full batches without end: the job's data again and again, or its example batch.
+
+    Raises:
+        BatchError: A pass over the data brings no batch.
+    """
+    if job.data is None:
+        batch = build.example_batch(job, plan.samples_per_rank)
+        while True:
+            yield batch
+    while True:
+        is_empty = True
+        for batch in job.data():
+            is_empty = False
+            yield batch
+        if is_empty:
+            raise BatchError(
+                "the job's data has no batch",
+                got="job.data() returned an iterable without elements",
+                expected="at least one full batch",
+                hint="look at what data() returns; a generator must be made anew at each call",
+            )
+
+
+class _PeakMemory:
+    """The largest memory of a run so far, from the cheapest counter that never misses it.
+
+    CUDA: the allocator's own peak. Linux: the kernel's high-water mark of resident memory, above what was resident
+    when the run began; resident memory is what was touched, so this holds the heap's overhead as well as the tensors.
+    Elsewhere nothing is read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = 0
+        self._is_read = True
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.source = "torch.cuda.max_memory_allocated"
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back to VmRSS
+            self._start = process_bytes("VmRSS")
+            self.source = "peak resident memory of the process (VmHWM) above that at the start of the run"
+        except OSError:
+            self._is_read = False
+            self.source = "not read: this system does not tell the peak of a process from a given moment on"
+
+    def peak_bytes(self) -> int | None:
+        """Bytes, or None where nothing is read; does not synchronise with the device."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        return process_bytes("VmHWM") - self._start if self._is_read else None
+
+
+def process_bytes(field: str) -> int:
+    """A size from ``/proc/self/status``, such as ``VmData``, in bytes.
+
+    Raises:
+        OSError: Not on Linux.
+    """
+    found = re.search(rf"^{field}:\s+([0-9]+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    if found is None:
+        raise OSError(f"/proc/self/status has no {field}")
+    return int(found[1]) * sizes.KIB
+
+
+@contextmanager
+def _memory_errors_named() -> Iterator[None]:
+    """Turn an out-of-memory error that left the engine, or came before it, into a ``DeviceMemoryError``."""
+    try:
+        yield
+    except DeviceMemoryError:
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not recovery.is_out_of_memory(error):
+            raise
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DeviceMemoryError(
+            "out of memory while training",
+            got=message,
+            expected="a plan whose peak memory is within what the device, or the cap, allows",
+            hint="let snugfit plan it: snugfit plan TARGET --budget SIZE",
+        ) from error
+
+
+@contextmanager
+def _progress(steps: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """A progress bar on stderr where that is a terminal; else nothing.
+
+    Drawn by this thread: a thread of its own would need a stack inside of a memory cap.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda line: None
+        return
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[text]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, auto_refresh=False) as progress:
+        task = progress.add_task("", total=steps, text="")
+
+        def show(line: Mapping[str, Any]) -> None:
+            loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
+            skipped = f", skipped ({line['reason']})" if line["skipped"] else ""
+            peak = "" if line["peak_memory_bytes"] is None else f", peak {sizes.text(line['peak_memory_bytes'])}"
+            text = f"loss {loss}, lr {line['lr'][0]:.3g}, {line['samples_per_s']:.3g} samples/s{peak}{skipped}"
+            progress.update(task, advance=1, text=text, refresh=True)
+
+        yield show
+
+
+def _finite(value: Any) -> float | None:
+    """A 0-dimensional tensor as a number that JSON has, or None."""
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _versions() -> dict[str, str]:
+    from snugfit import __version__
+
+    return {"snugfit": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -1,0 +1,184 @@
+"""Finds the job that a command line or a child process names.
+
+Entry point: ``load_target``. A target is a job file (``file.py`` or ``file.py:name``), a known model, or a
+``config.json`` with a task. What a job file raises is shown as one error that names the user's own line.
+"""
+
+import difflib
+import importlib.util
+import inspect
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from snugfit.errors import PlanError, SnugfitError
+from snugfit.integrations import known_models
+from snugfit.jobs import Job
+
+DEFAULT_NAME = "job"
+
+
+def load_target(
+    target: str,
+    *,
+    task: str | None = None,
+    seq: int | None = None,
+    image: int | None = None,
+    attention: str | None = None,
+) -> Job:
+    """Return the job that a target names.
+
+    Args:
+        target: ``file.py`` (its function ``job``), ``file.py:name`` (a function or a ``Job``), a name of
+            ``known_models.NAMES``, or the path of a ``config.json``.
+        task: What a ``config.json`` is trained for, one of ``known_models.TASKS``.
+        seq: Tokens per sequence; handed to a job function that takes ``seq``.
+        image: Pixels per side; handed to a job function that takes ``image``.
+        attention: Implementation of attention, see ``known_models.known_job``.
+
+    Raises:
+        PlanError: No such target, a file without the function, a function that fails or returns something else.
+        UnsupportedError: A library that a known model needs is not installed.
+    """
+    sizes: dict[str, Any] = {"seq": seq, "image": image, "attention": attention}
+    path, name = _split(target)
+    if path.suffix == ".json":
+        return known_models.job_from_config(path, task or "", **sizes)
+    if task is not None:
+        raise PlanError(
+            "only a config.json takes a task",
+            got=f"task={task!r}, target={target!r}",
+            expected="a target that is a config.json",
+            hint="leave --task out",
+        )
+    if path.suffix == ".py":
+        return _job_of(path, name, {key: value for key, value in sizes.items() if value is not None})
+    if target in known_models.NAMES:
+        return known_models.known_job(target, **sizes)
+    near = tuple(difflib.get_close_matches(target, known_models.NAMES, n=3, cutoff=0.4))
+    raise PlanError(
+        f"unknown target {target!r}",
+        got=repr(target),
+        expected=f"file.py, file.py:name, config.json, or one of {', '.join(known_models.NAMES)}",
+        hint=f"did you mean {' or '.join(near)}?" if near else "write a file with a function job() that returns a Job",
+        suggestions=near,
+    )
+
+
+def users_line(error: BaseException, path: Path | None = None) -> str | None:
+    """Where an error left the user's code, as ``file.py:12 in job``; None when no such line is known.
+
+    Args:
+        error: The error with its traceback.
+        path: The user's file; None takes the last line outside of this package and of installed ones.
+    """
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if (Path(frame.filename) == path if path is not None else not _is_installed(frame.filename))
+    ]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else None
+
+
+def _is_installed(filename: str) -> bool:
+    folders = (Path(__file__).parent, *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
+    return filename.startswith("<") or any(folder in Path(filename).parents for folder in folders)
+
+
+def _split(target: str) -> tuple[Path, str]:
+    file, colon, name = target.rpartition(":")
+    if colon and file.endswith(".py"):
+        return Path(file), name
+    return Path(target), DEFAULT_NAME
+
+
+def _job_of(path: Path, name: str, sizes: dict[str, Any]) -> Job:
+    module = _imported(path)
+    found = getattr(module, name, None)
+    if found is None:
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        near = difflib.get_close_matches(name, functions, n=1, cutoff=0.4)
+        raise PlanError(
+            f"{str(path)!r} has no function {name}()",
+            got=f"functions {', '.join(functions) or 'none'}",
+            expected=f"def {name}() -> snugfit.Job",
+            hint=f"pass {path}:{near[0]}" if near else f"add the function, or pass {path}:NAME",
+        )
+    if isinstance(found, Job):
+        _refuse_sizes(path, name, sizes)
+        return found
+    if not callable(found):
+        raise PlanError(
+            f"{name} of {str(path)!r} is neither a job nor a function",
+            got=type(found).__name__,
+            expected=f"def {name}() -> snugfit.Job",
+            hint="make it a function that returns the job",
+        )
+    parameters = inspect.signature(found).parameters
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        _refuse_sizes(path, name, {key: value for key, value in sizes.items() if key not in parameters})
+    job = _guarded(lambda: found(**sizes), f"{name}() of {str(path)!r} raised", path)
+    if not isinstance(job, Job):
+        raise PlanError(
+            f"{name}() of {str(path)!r} did not return a job",
+            got=type(job).__name__,
+            expected="snugfit.Job",
+            hint="end the function with `return snugfit.Job(...)`",
+        )
+    return job
+
+
+def _imported(path: Path) -> ModuleType:
+    if not path.is_file():
+        siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.4)
+        raise PlanError(
+            f"there is no file {str(path)!r}",
+            got=f"target={str(path)!r}",
+            expected="a Python file with a function job()",
+            hint=f"did you mean {path.parent / near[0]}?" if near else "check the path",
+        )
+    path = path.resolve()
+    spec = importlib.util.spec_from_file_location(f"snugfit_target_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise AssertionError(f"no loader for {path}")
+    module, loader = importlib.util.module_from_spec(spec), spec.loader
+    # As `python file.py` does: modules that lie beside the file can be imported, and classes find their module.
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[spec.name] = module
+    _guarded(lambda: loader.exec_module(module), f"importing {path.name!r} raised", path)
+    return module
+
+
+def _guarded(call: Callable[[], Any], what: str, path: Path) -> Any:
+    """Run the user's code; an error of it becomes one of ours that names the user's line, with the original chained."""
+    try:
+        return call()
+    except SnugfitError:
+        raise
+    except (Exception, SystemExit) as error:
+        where = users_line(error, path.resolve())
+        if isinstance(error, SyntaxError) and error.filename:
+            where = f"{Path(error.filename).name}:{error.lineno}"
+        raise PlanError(
+            f"{what} {type(error).__name__}",
+            got=f"{error or 'no message'} ({where or path.name})",
+            expected="a file that imports and a function that returns a snugfit.Job",
+            hint="run it with python to see the whole traceback, or pass --debug",
+        ) from error
+
+
+def _refuse_sizes(path: Path, name: str, sizes: dict[str, Any]) -> None:
+    if sizes:
+        first = next(iter(sizes))
+        raise PlanError(
+            f"{name} of {str(path)!r} takes no {', '.join(sizes)}",
+            got=", ".join(f"{key}={value!r}" for key, value in sizes.items()),
+            expected="a function with parameters of these names",
+            hint=f"write `def {name}({first}=...)`, or leave --{first} out",
+        )

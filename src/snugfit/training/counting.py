@@ -1,0 +1,134 @@
+"""What the mean of a loss is taken over: samples, tokens or a weight of one's own.
+
+Entry points: ``tokens`` and ``resolve``. Counts are taken on the host copy of a micro-batch, before it moves.
+Weighting gradients by them is ``step``'s.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from snugfit.errors import BatchError
+from snugfit.jobs import Count
+
+_IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Counts the labels of a micro-batch that are not ignored; made by ``tokens``."""
+
+    ignore_index: int
+    shift: bool
+    key: str | int
+
+    def __call__(self, micro_batch: Any) -> float:
+        labels = self._labels(micro_batch)
+        if self.shift:
+            labels = labels[..., 1:]
+        return float((labels != self.ignore_index).sum())
+
+    def _labels(self, micro_batch: Any) -> Tensor:
+        found = _entry(micro_batch, self.key)
+        if not isinstance(found, Tensor):
+            raise BatchError(
+                f"no labels to count tokens in: {self.key!r} is not a tensor of the micro-batch",
+                got=f"{_contents(micro_batch)}; {self.key!r} is {type(found).__name__}",
+                expected="a tensor of labels",
+                hint='name where the labels are: snugfit.tokens(key="labels"), or key=1 for a pair (inputs, labels)',
+            )
+        return found
+
+
+def tokens(
+    ignore_index: int = _IGNORED_LABEL, shift: bool = False, key: str | int = "labels"
+) -> Callable[[Any], float]:
+    """Count a micro-batch's tokens: its labels that are not ``ignore_index``.
+
+    Args:
+        ignore_index: Label that the loss leaves out.
+        shift: Whether the loss compares position i with label i + 1, as causal language models do, so that the
+            first label of every sequence counts for nothing.
+        key: Key, index or attribute of the labels in a micro-batch.
+
+    Returns:
+        Function of a micro-batch, to be given as ``count``.
+
+    Example:
+        >>> import torch
+        >>> tokens(shift=True)({"labels": torch.tensor([[7, 8, -100], [7, -100, -100]])})
+        1.0
+    """
+    return _Tokens(ignore_index, shift, key)
+
+
+def resolve(count: Count, num_samples: Callable[[Any], int]) -> Callable[[Any], float]:
+    """Turn a job's ``count`` into a function of a micro-batch that returns a finite number of at least 0.
+
+    Args:
+        count: ``"samples"`` or a function of a micro-batch.
+        num_samples: How the samples of a micro-batch are counted.
+
+    Raises:
+        BatchError: When called: the count is not a finite number >= 0.
+    """
+    counter: Callable[[Any], Any] = num_samples if isinstance(count, str) else count
+
+    def counted(micro_batch: Any) -> float:
+        value = counter(micro_batch)
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise _bad_count(value) from error
+        if not math.isfinite(number) or number < 0:
+            raise _bad_count(value)
+        return number
+
+    return counted
+
+
+def warn_of_ignored_labels(batch: Any) -> bool:
+    """Warn where labels hold -100 although samples are counted, and say whether they do.
+
+    A mean over the tokens that are left is then weighted as if all micro-batches had the same number of them.
+    """
+    labels = _entry(batch, "labels")
+    if not isinstance(labels, Tensor) or labels.dim() < 2 or not bool((labels == _IGNORED_LABEL).any()):
+        return False
+    warnings.warn(
+        f'labels hold {_IGNORED_LABEL} but count is "samples": a loss that is a mean over tokens is then not the mean '
+        "of the full batch; pass count=snugfit.tokens() (shift=True for causal language models), or silence this if "
+        "the loss is a mean over samples",
+        stacklevel=3,
+    )
+    return True
+
+
+def _entry(batch: Any, key: str | int) -> Any:
+    """What a batch holds under a key, an index or as an attribute; None where there is no such thing."""
+    if isinstance(batch, Mapping) or not isinstance(key, str):
+        try:
+            return batch[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return getattr(batch, key, None)
+
+
+def _contents(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return f"{type(batch).__name__} with keys {', '.join(map(repr, batch))}"
+    return type(batch).__name__
+
+
+def _bad_count(value: Any) -> BatchError:
+    return BatchError(
+        "the count of a micro-batch is not a number to divide by",
+        got=f"{value!r} of type {type(value).__name__}",
+        expected="a finite number >= 0",
+        hint="return a float, for example float(mask.sum())",
+        count=value,
+    )

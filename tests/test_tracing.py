@@ -1,0 +1,275 @@
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+from torch.utils.checkpoint import checkpoint
+
+import snugfit
+from snugfit.memory import tracing
+from snugfit.sizes import MIB
+
+WIDTH = 1024
+SQUARE = 4 * WIDTH * WIDTH
+ROW = 4 * WIDTH
+WORKSPACE = 8519680
+CARD = "rtx-3060-12gb"
+
+
+def stack(depth=3, optimizer=torch.optim.SGD, batch=64, **options):
+    """A step of bias-free square layers with ReLU between: every byte can be counted by hand."""
+
+    def make_step():
+        layers = [layer for _ in range(depth) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU())]
+        model = nn.Sequential(*layers)
+        update = optimizer(model.parameters(), lr=1e-3, **options)
+        batch_ = torch.zeros(batch, WIDTH)
+
+        def step():
+            model(batch_).sum().backward()
+            update.step()
+            update.zero_grad()
+
+        return step
+
+    return make_step
+
+
+def test_every_category_of_a_linear_stack_is_exact_at_every_phase():
+    report = snugfit.trace(stack(), CARD)
+    activations = 64 * ROW
+    assert report.at("forward end") == {
+        "workspace": 2 * WORKSPACE,  # both stay from the first window
+        "parameter": 3 * SQUARE,
+        "saved": 3 * activations + 1024,  # the three outputs of ReLU; the loss and its gradient
+        "input": activations,
+    }
+    assert report.at("backward end") == {
+        "workspace": 2 * WORKSPACE,
+        "parameter": 3 * SQUARE,
+        "gradient": 3 * SQUARE,
+        "input": activations,
+    }
+    assert report.at("step end") == {"workspace": 2 * WORKSPACE, "parameter": 3 * SQUARE, "input": activations}
+    assert report.static_bytes == 6 * SQUARE
+    assert report.label == "modelled"
+    assert report.context_bytes > 0
+
+
+def test_the_categories_and_modules_at_the_peak_sum_to_the_peak():
+    report = snugfit.trace(stack(optimizer=torch.optim.AdamW), CARD)
+    assert sum(report.by_category.values()) == report.peak_allocated_bytes
+    assert sum(size for held in report.by_module.values() for size in held.values()) == report.peak_allocated_bytes
+    assert report.peak_reserved_bytes >= report.peak_allocated_bytes
+    assert report.peak_reserved_bytes % (2 * MIB) == 0
+    assert report.by_module["2"]["parameter"] == SQUARE
+    assert report.by_module["2"]["optimizer"] == 2 * SQUARE
+
+
+def test_the_moment_of_the_peak_is_named():
+    report = snugfit.trace(stack(optimizer=torch.optim.AdamW), CARD)
+    assert (report.peak_at.phase, report.peak_at.op) == ("optimizer", "_foreach_sqrt.default")
+    wide = snugfit.trace(stack(batch=16384), CARD)
+    assert (wide.peak_at.window, wide.peak_at.phase, wide.peak_at.op) == (1, "backward", "mm.default")
+
+
+def test_c087_the_peak_counts_the_optimizer_state_that_the_first_update_makes():
+    plain = snugfit.trace(stack(batch=16384), CARD)
+    adam = snugfit.trace(stack(batch=16384, optimizer=torch.optim.AdamW), CARD)
+    assert adam.peak_at.window == 2
+    assert adam.peak_allocated_bytes - plain.peak_allocated_bytes == 2 * 3 * SQUARE
+
+
+def test_c086_foreach_needs_one_copy_more_at_the_update_and_the_loop_three_tensors():
+    def make_step(foreach):
+        def make():
+            parameters = [nn.Parameter(torch.zeros(100, 100)) for _ in range(100)]
+            optimizer = torch.optim.Adam(parameters, foreach=foreach)
+
+            def step():
+                for parameter in parameters:
+                    parameter.grad = torch.zeros(100, 100)
+                optimizer.step()
+
+            return step
+
+        return make
+
+    rounded = 40448  # 40000 bytes in blocks of 512
+    foreach = snugfit.trace(make_step(None), CARD)
+    loop = snugfit.trace(make_step(False), CARD)
+    assert foreach.static_bytes == loop.static_bytes == 400 * rounded
+    assert foreach.peak_allocated_bytes == 500 * rounded
+    assert loop.peak_allocated_bytes - 400 * rounded == 3 * rounded  # two of one parameter, one of the last
+
+
+def test_c082_tied_weights_count_once():
+    def make_step():
+        embedding, head = nn.Embedding(1000, 64), nn.Linear(64, 1000, bias=False)
+        head.weight = embedding.weight
+        model = nn.Sequential(embedding, head)
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+        ids = torch.zeros(4, 8, dtype=torch.long)
+
+        def step():
+            model(ids).sum().backward()
+            optimizer.step()
+
+        return step
+
+    held = snugfit.trace(make_step, CARD).at("step end")
+    assert (held["parameter"], held["gradient"], held["optimizer"]) == (256000, 256000, 512000)
+
+
+@pytest.mark.parametrize(("form", "megabytes"), [("none", 87.0), ("whole", 87.6), ("block", 15.8)])
+def test_c072_a_checkpoint_around_the_whole_model_saves_nothing(form, megabytes):
+    def make_step():
+        blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(16)
+        )
+        inputs = torch.zeros(4096, 32)
+
+        def forward(x, each=False):
+            for block in blocks:
+                x = x + (checkpoint(block, x, use_reentrant=False) if each else block(x))
+            return x
+
+        def step():
+            if form == "whole":
+                output = checkpoint(forward, inputs, use_reentrant=False)
+            else:
+                output = forward(inputs, each=form == "block")
+            output.sum().backward()
+
+        return step
+
+    peak = snugfit.trace(make_step, "cpu").peak_allocated_bytes
+    assert peak == pytest.approx(megabytes * 1e6, rel=0.1)
+
+
+def test_code_that_names_cuda_needs_no_gpu():
+    def make_step():
+        model = nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.AdamW(model.parameters())
+        inputs = torch.zeros(32, 64, device="cuda")
+
+        def step():
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = model(inputs.to("cuda")).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return step
+
+    report = snugfit.trace(make_step, CARD)
+    assert report.at("step end")["parameter"] == 64 * 64 * 4 + 512
+    assert report.at("step end")["optimizer"] == 2 * (64 * 64 * 4 + 512)
+
+
+def test_what_stays_on_the_host_is_not_counted_until_it_is_moved():
+    def make_step():
+        data = torch.zeros(4096, 64)
+        model = nn.Linear(64, 64, bias=False).to("cuda:0")
+
+        def step():
+            micro_batch = data[torch.arange(32)]
+            model(micro_batch.to("cuda", non_blocking=True)).sum().backward()
+
+        return step
+
+    report = snugfit.trace(make_step, CARD)
+    assert report.at("step end")["parameter"] == 64 * 64 * 4
+    assert report.at("forward end")["input"] == 32 * 64 * 4
+
+
+def test_weights_cast_by_autocast_are_a_category_of_their_own():
+    def make_step():
+        model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
+        inputs = torch.zeros(8, 256)
+
+        def step():
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                loss = model(inputs).float().square().sum()
+                loss.backward()
+
+        return step
+
+    assert snugfit.trace(make_step, CARD).at("forward end")["autocast"] == 2 * 256 * 256 * 2
+    assert "autocast" not in snugfit.trace(make_step, CARD).at("step end")
+
+
+@pytest.mark.parametrize(
+    ("read", "op"),
+    [
+        (lambda x: x.sum().item(), "_local_scalar_dense"),
+        (lambda x: bool((x > 0).all()), "_local_scalar_dense"),
+        (lambda x: x.nonzero(), "nonzero"),
+    ],
+)
+def test_reading_a_value_is_refused_by_op_and_module(read, op):
+    class Reader(nn.Module):
+        def forward(self, x):
+            read(x)
+            return x
+
+    def make_step():
+        model = nn.Sequential(nn.Linear(4, 4), Reader())
+        return lambda: model(torch.ones(2, 4)).sum().backward()
+
+    with pytest.raises(snugfit.UnsupportedError) as caught:
+        snugfit.trace(make_step, "cpu")
+    assert op in caught.value.op
+    assert caught.value.module == "1"
+    assert "hint:" in str(caught.value)
+
+
+def test_make_step_must_return_a_function():
+    with pytest.raises(snugfit.PlanError, match="did not return a step"):
+        snugfit.trace(lambda: None, "cpu")
+
+
+def test_a_trace_leaves_nothing_behind():
+    torch.manual_seed(0)
+    state, enabled = torch.get_rng_state(), gc.isenabled()
+    hooks = len(module_hooks._global_forward_hooks), len(module_hooks._global_forward_pre_hooks)
+    initialiser = nn.init.kaiming_uniform_
+    snugfit.trace(stack(), CARD)
+    with pytest.raises(snugfit.UnsupportedError):
+        snugfit.trace(lambda: lambda: torch.ones(2).sum().item(), CARD)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert gc.isenabled() == enabled
+    assert (len(module_hooks._global_forward_hooks), len(module_hooks._global_forward_pre_hooks)) == hooks
+    assert nn.init.kaiming_uniform_ is initialiser
+    assert not isinstance(torch.ones(2), tracing.torch_private.Fake)
+
+
+def test_checkpointing_lowers_what_is_saved_and_recomputed_tensors_count_as_saved():
+    def make_step(recompute):
+        def make():
+            layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)) for _ in range(4)
+            )
+
+            def step():
+                x = torch.zeros(512, 256)
+                for layer in layers:
+                    x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+                x.sum().backward()
+
+            return step
+
+        return make
+
+    plain, recomputed = (snugfit.trace(make_step(flag), CARD) for flag in (False, True))
+    assert recomputed.at("forward end")["saved"] < plain.at("forward end")["saved"] / 2
+    assert recomputed.peak_at.phase == "backward"
+    assert recomputed.by_category["saved"] > recomputed.at("forward end")["saved"]
+
+
+def test_work_counts_the_flops_of_matrix_products():
+    trace = tracing.record(lambda _: stack(depth=2)(), tracing.hardware.resolve(CARD))
+    flops = sum(work.flops for work in trace.work)
+    assert flops == 2 * 64 * WIDTH * WIDTH * (2 + 3)  # two products forward; backward needs no gradient of the input
+    assert {work.phase for work in trace.work} == {"forward", "backward", "optimizer"}
