@@ -34,7 +34,7 @@ from snugfit.memory.measuring import random_states
 from snugfit.memory.reports import MemoryReport
 from snugfit.plans import Plan, write_atomically
 from snugfit.targets import load_target
-from snugfit.training import build
+from snugfit.training import example
 
 RESERVE_BYTES = 16 * sizes.MIB
 EXIT_DONE, EXIT_USER_ERROR, EXIT_OUT_OF_MEMORY = 0, 2, 3
@@ -247,7 +247,7 @@ def _warm_up(job: Job) -> None:
             optimizer.step()
             optimizer.zero_grad()
         F.conv2d(torch.rand(2, 8, 32, 32), torch.rand(8, 8, 3, 3, requires_grad=True)).sum().backward()
-        build.example_batch(job, 1)
+        example.example_batch(job, 1)
         if job.data is not None:
             next(iter(job.data()), None)
 

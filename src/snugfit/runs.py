@@ -9,7 +9,6 @@ import math
 import os
 import platform
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from snugfit.errors import BatchError, DeviceMemoryError, PlanError, Unsupported
 from snugfit.jobs import Job
 from snugfit.memory.measuring import random_states
 from snugfit.plans import Plan, write_atomically
-from snugfit.training import build, recovery
+from snugfit.training import build, example, recovery
 
 METRICS, REPORT, PLAN = "metrics.jsonl", "report.json", "plan.json"
 
@@ -156,7 +155,7 @@ def _batches(job: Job, plan: Plan) -> Iterator[Any]:
         BatchError: A pass over the data brings no batch.
     """
     if job.data is None:
-        batch = build.example_batch(job, plan.samples_per_rank)
+        batch = example.example_batch(job, plan.samples_per_rank)
         while True:
             yield batch
     while True:

@@ -28,7 +28,6 @@ def load_target(
     task: str | None = None,
     seq: int | None = None,
     image: int | None = None,
-    attention: str | None = None,
 ) -> Job:
     """Return the job that a target names.
 
@@ -38,13 +37,12 @@ def load_target(
         task: What a ``config.json`` is trained for, one of ``known_models.TASKS``.
         seq: Tokens per sequence; handed to a job function that takes ``seq``.
         image: Pixels per side; handed to a job function that takes ``image``.
-        attention: Implementation of attention, see ``known_models.known_job``.
 
     Raises:
         PlanError: No such target, a file without the function, a function that fails or returns something else.
         UnsupportedError: A library that a known model needs is not installed.
     """
-    sizes: dict[str, Any] = {"seq": seq, "image": image, "attention": attention}
+    sizes: dict[str, Any] = {"seq": seq, "image": image}
     path, name = _split(target)
     if path.suffix == ".json":
         return known_models.job_from_config(path, task or "", **sizes)

@@ -26,7 +26,7 @@ from snugfit.memory.recording import Birth, Recording
 from snugfit.memory.reports import MemoryReport, PeakAt
 from snugfit.memory.tracing import Trace
 from snugfit.plans import Plan
-from snugfit.training import build
+from snugfit.training import build, example
 
 NUM_WINDOWS = 2
 
@@ -81,13 +81,16 @@ def _measure_on_cpu(job: Job, plan: Plan, device: hardware.Device, windows: int)
     gc.collect()
     marks = _Marks()
     with torch_private.profiled_memory(_MARK) as events:
-        batch = build.example_batch(job, plan.samples_per_rank)
+        batch = example.example_batch(job, plan.samples_per_rank)
         engine = build.build(job, plan, device)
         marks.take("built", _held(engine, batch))
         decide = engine.hooks.decide
 
         def decide_and_mark(found_inf: Any, count: Any) -> Any:
-            marks.take("backward end", {"gradient": [p.grad for p in engine.model.parameters() if p.grad is not None]})
+            if found_inf is not None:  # once per window, with its gradients complete
+                held = [parameter.grad for parameter in engine.model.parameters() if parameter.grad is not None]
+                marks.take("backward end", {"gradient": held})
+                del held
             return decide(found_inf, count)
 
         engine.hooks = replace(engine.hooks, decide=decide_and_mark)
@@ -107,7 +110,7 @@ def _measure_on_cuda(job: Job, plan: Plan, device: hardware.Device, windows: int
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(index)
     allocated_before, reserved_before = torch.cuda.memory_allocated(index), torch.cuda.memory_reserved(index)
-    batch = build.example_batch(job, plan.samples_per_rank)
+    batch = example.example_batch(job, plan.samples_per_rank)
     engine = build.build(job, plan, device)
     micro_batches, counts = engine.prepare(batch, plan.micro_batch_size)
     decide = engine.hooks.decide

@@ -1,0 +1,212 @@
+"""Tables for people: reports, ladders and the catalogue as text on a terminal.
+
+Entry points: ``memory``, ``ladder``, ``reasons``, ``devices`` and ``run``, each of which prints to a console, and the
+JSON documents that stand for them. Numbers are computed elsewhere; this file only chooses columns, units and words.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from snugfit import sizes
+from snugfit.errors import SnugfitError
+from snugfit.hardware import Device
+from snugfit.memory.reports import MemoryReport
+from snugfit.planning.search import PlanReport
+from snugfit.plans import Plan
+
+_TOP_HOLDERS = 8
+_WIDTH_OF_FILES = 120
+_RATES = ("float32", "tf32", "float16", "bfloat16", "fp8")
+
+
+def console() -> Console:
+    """Standard output; in a file or pipe tables get a width of their own, so that no column is cut."""
+    width = None if sys.stdout.isatty() else _WIDTH_OF_FILES
+    return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+def plan_line(plan: Plan) -> str:
+    """A plan in one line."""
+    ranks = f"{plan.world_size} ranks x " if plan.world_size > 1 else ""
+    cut = f"{ranks}{plan.accumulation_steps} x {plan.micro_batch_size}"
+    recompute = f"{len(plan.recompute)} segments" if plan.recompute else "nothing"
+    others = [
+        f"{name} {getattr(plan, name)}"
+        for name, default in (("norm_policy", "micro"), ("optimizer_impl", "as-given"), ("shard", "none"))
+        if getattr(plan, name) != default
+    ]
+    line = [f"batch {plan.batch_size} as {cut}", plan.precision, f"recompute {recompute}", *others]
+    return ", ".join(line)
+
+
+def verdict(report: MemoryReport, budget_bytes: int) -> str:
+    """The answer, with the label that says what it rests on."""
+    return f"{'fits' if report.fits(budget_bytes) else 'does not fit'} ({report.label})"
+
+
+def memory(out: Console, plan: Plan, report: MemoryReport, budget_bytes: int) -> None:
+    """Print what a plan needs: sizes against the budget, categories and holders at the peak, assumptions."""
+    out.print(f"plan:   {plan_line(plan)}")
+    out.print(f"device: {report.device}, {report.label}\n")
+    table = _table(("", "left"), ("GiB", "right"))
+    for name, num_bytes in (
+        ("peak allocated", report.peak_allocated_bytes),
+        ("peak reserved", report.peak_reserved_bytes),
+        ("+ context", report.context_bytes),
+        ("+ margin", report.margin_bytes),
+        ("= needed", report.needed_bytes),
+        ("budget", budget_bytes),
+        ("headroom", budget_bytes - report.needed_bytes),
+    ):
+        table.add_row(name, sizes.gib(num_bytes))
+    out.print(table)
+    at = report.peak_at
+    where = f"{at.phase} of window {at.window}, {at.module or '(no module)'}, {at.op or '(no operation)'}"
+    out.print(f"\nthe peak is in the {where}; then hold:")
+    table = _table(("category", "left"), ("GiB", "right"), ("share", "right"))
+    for category, num_bytes in _largest(report.by_category):
+        table.add_row(category, sizes.gib(num_bytes), _share(num_bytes, report.peak_allocated_bytes))
+    out.print(table)
+    holders = {module: sum(held.values()) for module, held in report.by_module.items()}
+    if set(holders) - {""}:
+        out.print()
+        table = _table(("module", "left"), ("GiB", "right"), ("mostly", "left"))
+        for module, num_bytes in _largest(holders)[:_TOP_HOLDERS]:
+            category, held = _largest(report.by_module[module])[0]
+            table.add_row(module or "(none)", sizes.gib(num_bytes), f"{category} {sizes.text(held)}")
+        out.print(table)
+    for sentence in report.assumptions:
+        out.print(f"assumed: {sentence}")
+    out.print(f"\n{verdict(report, budget_bytes)}")
+
+
+def ladder(out: Console, report: PlanReport, budget_bytes: int) -> None:
+    """Print the rungs, one technique after the other."""
+    table = _table(
+        ("rung", "left"),
+        ("plan", "left"),
+        ("allocated GiB", "right"),
+        ("reserved GiB", "right"),
+        ("needed GiB", "right"),
+        ("fits", "left"),
+        ("time", "right"),
+    )
+    for rung in report.ladder:
+        table.add_row(
+            rung.name,
+            plan_line(rung.plan),
+            sizes.gib(rung.memory.peak_allocated_bytes),
+            sizes.gib(rung.memory.peak_reserved_bytes),
+            sizes.gib(rung.memory.needed_bytes),
+            "yes" if rung.fits else "no",
+            f"{rung.relative_time:.2f}",
+        )
+    memory_report = report.memory
+    out.print(f"device: {memory_report.device}, budget {sizes.text(budget_bytes)}, {memory_report.label}\n")
+    out.print(table)
+    out.print("needed: reserved, context and margin. time: modelled, that of the first rung is 1.")
+
+
+def reasons(out: Console, report: PlanReport) -> None:
+    """Print the chosen plan, each value with its reason, and the runner-up."""
+    out.print(f"\nplan:      {plan_line(report.plan)}")
+    if report.runner_up is not None:
+        out.print(f"runner-up: {plan_line(report.runner_up)}")
+    out.print()
+    table = _table(("value", "left"), ("", "left"), ("reason", "left"))
+    for name, reason in report.reasons.items():
+        value = getattr(report.plan, name)
+        shown = (f"{len(value)} segments" if value else "nothing") if name == "recompute" else str(value)
+        table.add_row(name, shown, reason)
+    out.print(table)
+
+
+def devices(out: Console, catalogue: Sequence[Device]) -> None:
+    """Print the catalogue: memory, compute capability, bandwidth and dense rates."""
+    table = _table(
+        ("device", "left"),
+        ("GiB", "right"),
+        ("capability", "right"),
+        ("GB/s", "right"),
+        *((name, "right") for name in _RATES),
+    )
+    for device in catalogue:
+        capability = "-" if device.compute_capability is None else "{}.{}".format(*device.compute_capability)
+        rates = [f"{device.flops[name] / 1e12:.1f}" if name in device.flops else "-" for name in _RATES]
+        table.add_row(device.name, sizes.gib(device.memory_bytes), capability, f"{device.bandwidth / 1e9:.0f}", *rates)
+    out.print(table)
+    out.print("rates: dense TFLOP/s of the data sheets, accumulation in float32; -: no such rate. Sources: --json")
+
+
+def run(out: Console, report: Mapping[str, Any]) -> None:
+    """Print how a run ended: what its ``report.json`` holds."""
+    steps, skipped = report["steps"], report["skipped"]
+    out.print(f"{steps} steps ({skipped} skipped) in {report['seconds']:.1f} s, in {report['run_dir']}")
+    out.print(f"loss {_loss(report['first_loss'])} -> {_loss(report['last_loss'])}")
+    measured = report["peak_memory_bytes"]
+    out.print(f"peak memory {sizes.text(measured)}: {report['peak_memory_source']}")
+    if report["predicted"]:
+        predicted = report["predicted"]["peak_reserved_bytes"]
+        out.print(f"predicted   {sizes.text(predicted)} for its tensors ({predicted / measured - 1:+.1%})")
+    for sentence in report["notes"]:
+        out.print(f"note: {sentence}")
+
+
+def plan_document(report: PlanReport, budget_bytes: int) -> dict[str, Any]:
+    """What ``ladder`` and ``reasons`` print, as built-in values."""
+    return {
+        "device": report.memory.device,
+        "budget_bytes": budget_bytes,
+        "fits": report.memory.fits(budget_bytes),
+        "plan": report.plan.to_dict(),
+        "runner_up": None if report.runner_up is None else report.runner_up.to_dict(),
+        "reasons": dict(report.reasons),
+        "memory": report.memory.to_dict(),
+        "ladder": [
+            {
+                "name": rung.name,
+                "plan": rung.plan.to_dict(),
+                "memory": rung.memory.to_dict(),
+                "needed_bytes": rung.memory.needed_bytes,
+                "fits": rung.fits,
+                "step_time_s": rung.step_time_s,
+                "relative_time": rung.relative_time,
+            }
+            for rung in report.ladder
+        ],
+    }
+
+
+def error_document(error: SnugfitError) -> dict[str, Any]:
+    """A "does not fit" as built-in values: the four parts, and the closest plan where there is one."""
+    smallest, plan = getattr(error, "smallest", None), getattr(error, "plan", None)
+    return {
+        "fits": False,
+        "error": {"what": error.what, "got": error.got, "expected": error.expected, "hint": error.hint},
+        "budget_bytes": getattr(error, "budget_bytes", None),
+        "plan": plan.to_dict() if isinstance(plan, Plan) else None,
+        "memory": smallest.to_dict() if isinstance(smallest, MemoryReport) else None,
+    }
+
+
+def _table(*columns: tuple[str, str]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name, side in columns:
+        table.add_column(name, justify="right" if side == "right" else "left", overflow="fold")
+    return table
+
+
+def _largest(held: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(held.items(), key=lambda entry: -entry[1])
+
+
+def _share(num_bytes: int, total: int) -> str:
+    return f"{num_bytes / total:.0%}" if total else "-"
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"

@@ -1,0 +1,58 @@
+"""The example batch of a job at any number of samples: for tracing and measuring, which have no data of their own.
+
+Entry point: ``example_batch``. Never on a device and never of the training data's order.
+"""
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from snugfit.errors import PlanError, SnugfitError
+from snugfit.jobs import Job
+from snugfit.training import splitting
+
+
+def example_batch(job: Job, num_samples: int) -> Any:
+    """The job's example with a given number of samples: made, or cut or repeated from the one it holds.
+
+    Of a DataLoader the batch with the most elements is taken, so the longest one.
+
+    Args:
+        job: Its ``batch`` is a batch, a function of the number of samples, or a DataLoader.
+        num_samples: Samples of one rank per update.
+
+    Raises:
+        PlanError: The function raises, or the loader is empty.
+        BatchError: The batch cannot be cut.
+    """
+    batch = job.batch
+    if isinstance(batch, DataLoader):
+        batch = _longest(batch)
+    elif callable(batch) and not isinstance(batch, torch.Tensor):
+        try:
+            return batch(num_samples)
+        except SnugfitError:
+            raise
+        except Exception as error:
+            raise PlanError(
+                "Job.batch raised while it made an example",
+                got=f"{type(error).__name__}: {error} (called with {num_samples} samples)",
+                expected="a batch of that many samples",
+                hint="call job.batch(2) by itself to see where it fails",
+            ) from error
+    if job.split is not None:
+        return batch
+    return splitting.resize(batch, num_samples)
+
+
+def _longest(loader: "DataLoader[Any]") -> Any:
+    longest = max(loader, key=_num_elements, default=None)
+    if longest is None:
+        raise PlanError("the DataLoader of Job.batch is empty", expected="at least one batch", hint="check the dataset")
+    return longest
+
+
+def _num_elements(batch: Any) -> int:
+    return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,136 @@
+"""The algebra of a window: what each micro-batch's loss is multiplied by, so that the sum is the mean of all.
+
+Entry points: ``agree`` before a window, ``term`` and ``merged`` for what a loss function returned. Running anything
+is ``step``'s.
+
+NOTE [How micro-batches are weighted]
+1. The window's loss is sum(total_i) / C: total_i is the sum of the loss over the counted units of micro-batch i, C
+   the count of the window over all ranks. A loss that is a mean is total_i / count_i.
+2. If all counts are known and equal, on all ranks, backward runs on mean_i / N: the plain loop, bit for bit.
+3. Else it runs on mean_i * (count_i / R) and gradients are multiplied once by R * ranks / C at the end (ranks: DDP
+   has divided by them). R is a power of two near C / ranks, so that no partial sum leaves the range of its type.
+4. A loss that reports its own count is only known afterwards: R is then near the last window's count, at first 1.
+5. A micro-batch whose count is 0 is not run; a reported count of 0 is not back-propagated. 0 * NaN is NaN.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from snugfit.errors import PlanError, UnsupportedError
+from snugfit.jobs import Loss
+
+Number: TypeAlias = float | Tensor
+"A number of the host, or a 0-dimensional tensor whose value stays on the device."
+Reduce: TypeAlias = Callable[[Sequence[Number]], Sequence[Number]]
+
+
+@dataclass(frozen=True, slots=True)
+class Weighting:
+    """How the micro-batches of a window are weighted, agreed by all ranks; see the NOTE, 2 and 3."""
+
+    total: float | None
+    equal: bool
+    reference: float
+
+
+def agree(counts: Sequence[float | None], reduce_counts: Reduce, ranks: int) -> Weighting:
+    known = [count for count in counts if count is not None]
+    first = known[0] if known else 0.0
+    alike = len(known) == len(counts) and all(count == first for count in known)
+    number = len(counts)
+    local = [sum(known), first, first * first, number, number * number, not alike, len(known) < number, sum(known) == 0]
+    summed = reduce_counts([float(value) for value in local])
+    total, firsts, squares, numbers, number_squares, unlike, unknown, empty = (float(value) for value in summed)
+    if unknown:
+        return Weighting(None, False, 1.0)
+    if empty and total > 0:
+        raise UnsupportedError(
+            "a rank has nothing to train on while others have",
+            got=f"{int(empty)} of {ranks} ranks count 0 in this window",
+            expected="a count above 0 on every rank, or on none",
+            hint="give every rank a share of each batch",
+        )
+    # equal on all ranks: sums and sums of squares agree only then (Cauchy and Schwarz)
+    equal = not unlike and ranks * squares == firsts * firsts and ranks * number_squares == numbers * numbers
+    return Weighting(total, equal, power_of_two(total / ranks))
+
+
+def power_of_two(value: Number) -> Number | Any:
+    """The largest power of two that is not above a positive number; 1 for 0."""
+    if isinstance(value, Tensor):
+        return torch.where(value > 0, torch.exp2(torch.floor(torch.log2(value))), 1.0)
+    return 2.0 ** math.floor(math.log2(value)) if value > 0 else 1.0
+
+
+def _checked(value: Any, name: str) -> Tensor:
+    """The loss as a scalar of at least single precision with a graph."""
+    if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad and value.is_floating_point():
+        return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+    got, hint = type(value).__name__, "return the loss tensor from the loss function"
+    if isinstance(value, Tensor):
+        got = f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
+        hint = "reduce it with .mean()"
+        if value.dim() == 0:
+            got += ", without a graph"
+            hint = "keep .item(), .detach() and torch.no_grad() out of the loss function, and train some parameter"
+    raise PlanError(
+        f"{name} is not a scalar that can be back-propagated",
+        got=got,
+        expected="a 0-dimensional tensor of floating point that depends on trainable parameters",
+        hint=hint,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One loss of a micro-batch, whatever form it was given in."""
+
+    value: Tensor
+    is_sum: bool
+    "A sum over the counted units; else their mean."
+    count: Number | None
+    "What it reports itself; None: the count of the micro-batch."
+    inputs: list[Tensor] | None
+    "The parameters that it may reach; None: all."
+    metrics: Mapping[str, tuple[Any, Any]]
+
+
+def term(value: Any, count: Number | None, only: Any) -> Term:
+    if isinstance(value, Loss):
+        own = value.count if count is None else count
+        reach = value.only if only is None else only
+        return Term(_checked(value.total, "Loss.total"), True, own, _inputs(reach), value.metrics or {})
+    return Term(_checked(value, "the loss"), False, count, _inputs(only), {})
+
+
+def _inputs(only: Any) -> list[Tensor] | None:
+    if only is None:
+        return None
+    parameters = only.parameters() if isinstance(only, nn.Module) else only
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def merged(
+    weighted: Sequence[tuple[Tensor | None, list[Tensor] | None]],
+) -> list[tuple[Tensor, list[Tensor] | None]]:
+    """One backward for all losses that may reach everything, and one for each other."""
+    free: Tensor | None = None
+    bound: list[tuple[Tensor, list[Tensor] | None]] = []
+    for tensor, inputs in weighted:
+        if tensor is None:
+            continue
+        if inputs is None:
+            free = tensor if free is None else free + tensor
+        elif inputs:
+            bound.append((tensor, inputs))
+    return bound if free is None else [*bound, (free, None)]
+
+
+def as_float(count: Tensor) -> Tensor:
+    """A count as precise as its device can hold it."""
+    return count.to(torch.float32 if count.device.type == "mps" else torch.float64)

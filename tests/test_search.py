@@ -1,0 +1,154 @@
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import snugfit
+from snugfit import hardware
+from snugfit.memory import tracing
+from snugfit.planning import options, search
+from snugfit.planning.scaling import NotAffineError, ScaledTrace
+from snugfit.sizes import GIB, MIB
+
+WIDTH = 512
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, depth=4):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def job(model=Stack, loss=None, **arguments):
+    return snugfit.Job(
+        model,
+        loss or (lambda model, batch: F.cross_entropy(model(batch["x"]).float(), batch["y"])),
+        lambda model: torch.optim.AdamW(model.parameters()),
+        lambda n: {"x": torch.zeros(n, WIDTH), "y": torch.zeros(n, dtype=torch.long)},
+        **arguments,
+    )
+
+
+def card(**changes):
+    return dataclasses.replace(hardware.resolve("rtx-3060-12gb"), **changes)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_scaled_trace_gives_the_peaks_of_the_real_traces(precision, recompute):
+    segments = options.recomputations(Stack(), {})[1].value if recompute else ()
+    plan = snugfit.Plan(batch_size=256, micro_batch_size=256, precision=precision, recompute=segments)
+    family = ScaledTrace.record(job(), plan, card(), (64, 100))
+    for size in (256, 128, 96, 17):
+        exact = dataclasses.replace(plan, micro_batch_size=size)
+        report = snugfit.estimate(job(), exact, card())
+        scaled = family.report(size, exact.accumulation_steps)
+        assert scaled.peak_allocated_bytes == pytest.approx(report.peak_allocated_bytes, rel=1e-3)
+        assert scaled.peak_reserved_bytes == pytest.approx(report.peak_reserved_bytes, abs=4 * MIB)
+
+
+def test_a_scaled_trace_gives_the_time_of_the_real_trace():
+    plan = snugfit.Plan(batch_size=256, micro_batch_size=128)
+    family = ScaledTrace.record(job(), plan, card(), (64, 100))
+    trace = tracing.record_job(job(), plan, card())
+    assert family.step_time([128, 128]) == pytest.approx(search.cost.step_time(trace.work, card()), rel=0.01)
+    assert family.step_time([128, 128, 64]) > family.step_time([128, 128]) > family.step_time([128])
+
+
+def test_a_step_whose_operations_depend_on_the_size_is_not_interpolated():
+    def loss(model, batch):
+        x = model(batch["x"])
+        for _ in range(len(x) % 7):
+            x = x * 2
+        return x.mean()
+
+    with pytest.raises(NotAffineError):
+        ScaledTrace.record(job(loss=loss), snugfit.Plan(batch_size=64, micro_batch_size=64), card(), (8, 13))
+    found = snugfit.plan(job(loss=loss), card(memory_bytes=12 * GIB), batch_size=4)
+    assert found.plan.micro_batch_size == 4
+
+
+def test_the_ladder_climbs_in_order_and_ends_at_the_chosen_plan():
+    tight = card(memory_bytes=int(1.5 * GIB), context_bytes=0)
+    found = snugfit.plan(job(), tight, batch_size=16384)
+    names = [rung.name for rung in found.ladder]
+    assert names[:3] == ["full batch, fp32", "mixed precision", "gradient accumulation"]
+    assert found.ladder[-1].plan == found.plan
+    assert found.ladder[-1].fits
+    assert not found.ladder[0].fits
+    assert found.ladder[0].relative_time == 1.0
+    assert found.plan.batch_size == 16384
+    assert found.memory.fits(tight.memory_bytes)
+    assert set(found.reasons) >= {"batch_size", "micro_batch_size", "precision", "recompute"}
+
+
+def test_the_size_chosen_is_the_largest_that_fits():
+    tight = card(memory_bytes=int(1.5 * GIB), context_bytes=0)
+    found = snugfit.plan(job(), tight, batch_size=16384, fixed={"recompute": (), "precision": "32-true"})
+    larger = dataclasses.replace(found.plan, micro_batch_size=found.plan.micro_batch_size + 200)
+    assert not snugfit.estimate(job(), larger, tight).fits(tight.memory_bytes)
+
+
+def test_a_batch_that_fits_is_left_whole_and_nothing_is_recomputed():
+    found = snugfit.plan(job(), card(), batch_size=64)
+    assert (found.plan.micro_batch_size, found.plan.recompute) == (64, ())
+    assert found.plan.precision == "bf16-mixed"
+
+
+@pytest.mark.parametrize(
+    ("device", "precision"),
+    [("cpu", "32-true"), ("gtx-1080-ti", "32-true"), ("t4", "16-mixed"), ("rtx-3060-12gb", "bf16-mixed")],
+)
+def test_a_precision_is_proposed_only_where_the_device_is_fast_at_it(device, precision):
+    assert options.precisions(hardware.resolve(device), {})[-1].value == precision
+
+
+def test_a_larger_budget_is_never_slower():
+    times = []
+    for budget in (GIB, 2 * GIB, 4 * GIB):
+        found = snugfit.plan(job(), card(context_bytes=0), batch_size=8192, budget=budget)
+        times.append(next(c.step_time_s for c in found.frontier if c.plan == found.plan))
+    assert times == sorted(times, reverse=True)
+
+
+def test_nothing_fits_is_an_error_with_the_closest_plan_and_the_tensors_that_are_too_large():
+    with pytest.raises(snugfit.InfeasibleError) as caught:
+        snugfit.plan(job(), card(), batch_size=64, budget="64MiB")
+    assert caught.value.budget_bytes == 64 * MIB
+    assert caught.value.smallest.needed_bytes > 64 * MIB
+    assert "these tensors alone exceed it" in str(caught.value)
+    assert "parameter" in caught.value.hint
+
+
+def test_fixed_fields_are_kept_and_unknown_ones_refused():
+    found = snugfit.plan(job(), card(), batch_size=64, fixed={"precision": "32-true", "micro_batch_size": 10})
+    assert (found.plan.precision, found.plan.micro_batch_size) == ("32-true", 10)
+    assert found.reasons["precision"] == "given"
+    with pytest.raises(snugfit.PlanError, match="precison"):
+        snugfit.plan(job(), card(), fixed={"precison": "32-true"})
+    with pytest.raises(snugfit.UnsupportedError, match="lora"):
+        snugfit.plan(job(), card(), allow=("lora",))
+    with pytest.raises(snugfit.PlanError, match="unknown allowance"):
+        snugfit.plan(job(), card(), allow=("magic",))
+
+
+def test_the_batch_size_must_be_positive():
+    with pytest.raises(snugfit.PlanError, match="batch_size"):
+        snugfit.plan(job(), card(), batch_size=0)
