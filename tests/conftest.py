@@ -1,6 +1,21 @@
-"""Shared settings of the suite: hypothesis without deadlines and with the same samples on every run."""
+"""Shared settings of the suite: hypothesis without deadlines and with the same samples on every run, seeded torch."""
 
+import pytest
+import torch
 from hypothesis import settings
 
 settings.register_profile("snugfit", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("snugfit")
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and this machine has none"))

@@ -13,6 +13,7 @@ from torch import nn
 
 from snugfit.errors import UnsupportedError
 from snugfit.jobs import Job
+from snugfit.memory import torch_private
 from snugfit.memory.measuring import measure
 from snugfit.plans import Plan
 
@@ -148,3 +149,17 @@ measure(Job(stack, linear_loss, adam, batch), Plan(batch_size=8, micro_batch_siz
 """
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert (child.stdout, child.stderr) == ("", "")
+
+
+def test_the_profiler_tells_address_size_and_surroundings_of_every_allocation():
+    with torch_private.profiled_memory("a mark ") as events:
+        tensor = torch.empty(1000)
+        with torch.profiler.record_function("a mark 1"):
+            pass
+        address = tensor.data_ptr()
+        del tensor
+    assert [(e.address, e.num_bytes, e.scopes) for e in events] == [
+        (address, 4000, ("aten::empty",)),
+        (0, 0, ("a mark 1",)),
+        (address, -4000, ()),
+    ]

@@ -56,6 +56,7 @@ def test_a_run_leaves_its_plan_one_line_per_step_and_a_report(tmp_path):
         "peak_memory_bytes",
         "skipped",
         "reason",
+        "metrics",
     }
     assert all(line["lr"] == [0.1] and line["samples_per_s"] > 0 and not line["skipped"] for line in steps)
     report = json.loads((tmp_path / "report.json").read_text())
@@ -141,7 +142,7 @@ def test_the_peak_of_a_run_is_seen_although_it_lies_inside_of_a_step(tmp_path):
     outcome = runs.train(
         Job(lambda: nn.Linear(8, 1), large_loss, sgd, batch), PLAN, steps=1, run_dir=tmp_path, device="cpu"
     )
-    assert size <= outcome.peak_memory_bytes < 2 * size
+    assert 0.95 * size < outcome.peak_memory_bytes < 1.2 * size
     assert "VmHWM" in outcome.peak_memory_source
 
 

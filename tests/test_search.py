@@ -102,13 +102,14 @@ def test_the_ladder_climbs_in_order_and_ends_at_the_chosen_plan():
 def test_the_size_chosen_is_the_largest_that_fits():
     tight = card(memory_bytes=int(1.5 * GIB), context_bytes=0)
     found = snugfit.plan(job(), tight, batch_size=16384, fixed={"recompute": (), "precision": "32-true"})
-    larger = dataclasses.replace(found.plan, micro_batch_size=found.plan.micro_batch_size + 200)
+    assert found.memory == snugfit.estimate(job(), found.plan, tight)
+    larger = dataclasses.replace(found.plan, micro_batch_size=int(found.plan.micro_batch_size * 1.1))
     assert not snugfit.estimate(job(), larger, tight).fits(tight.memory_bytes)
 
 
 def test_a_batch_that_fits_is_left_whole_and_nothing_is_recomputed():
-    found = snugfit.plan(job(), card(), batch_size=64)
-    assert (found.plan.micro_batch_size, found.plan.recompute) == (64, ())
+    found = snugfit.plan(job(), card(), batch_size=4096)
+    assert (found.plan.micro_batch_size, found.plan.recompute) == (4096, ())
     assert found.plan.precision == "bf16-mixed"
 
 

@@ -23,10 +23,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import nn
-
 from snugfit import runs, sizes
 from snugfit.errors import DeviceMemoryError, InfeasibleError, PlanError, SnugfitError, UnsupportedError
 from snugfit.jobs import Job
@@ -171,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     request = json.loads(Path(parser.parse_args(arguments).request).read_text(encoding="utf-8"))
     try:
         job = load_target(request["target"], **request["options"])
-        _warm_up(job)
+        _open(job)
         baseline = runs.process_bytes("VmData")
         if "answer" in request:
             write_atomically(Path(request["answer"]), json.dumps({"baseline_bytes": baseline}))
@@ -228,25 +224,10 @@ def _child(request: Mapping[str, Any], *, quiet: bool) -> "subprocess.CompletedP
         )
 
 
-def _warm_up(job: Job) -> None:
-    """Start what takes memory once and is not a tensor: thread pools, kernel libraries, the job's data.
-
-    See rule 3 of the NOTE at the top of this file.
-    """
-    import rich.progress  # noqa: F401  (loaded here, so that it belongs to the baseline)
-
+def _open(job: Job) -> None:
+    """Start what takes memory once and is not a tensor of the step; see rule 3 of the NOTE at the top of this file."""
+    runs.warm_up()
     with random_states(job.seed):
-        model = nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256))
-        optimizer = torch.optim.AdamW(model.parameters())
-        for dtype in (torch.float32, torch.bfloat16):
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-                hidden = model(torch.arange(512).remainder(64).view(2, 256))
-                heads = hidden.view(2, 256, 4, 64).transpose(1, 2)
-                attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-                F.cross_entropy(attended.flatten(0, 2).float(), torch.zeros(2048, dtype=torch.long)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        F.conv2d(torch.rand(2, 8, 32, 32), torch.rand(8, 8, 3, 3, requires_grad=True)).sum().backward()
         example.example_batch(job, 1)
         if job.data is not None:
             next(iter(job.data()), None)

@@ -6,6 +6,7 @@ error. Exit status: 0 fits or done, 1 does not fit, 2 user error.
 
 import inspect
 import json
+import shlex
 import sys
 import traceback
 import warnings
@@ -256,8 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = f"snugfit {given[0]}" if given and not given[0].startswith("-") else "snugfit"
         _print_error(
             PlanError(
-                "the command line cannot be read",
-                got=show(),
+                f"cannot read the command line: {show()}",
+                got=shlex.join(["snugfit", *given]),
                 expected="the arguments and options of the command",
                 hint=f"{command} --help",
             )

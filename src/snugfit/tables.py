@@ -33,13 +33,13 @@ def plan_line(plan: Plan) -> str:
     """A plan in one line."""
     ranks = f"{plan.world_size} ranks x " if plan.world_size > 1 else ""
     cut = f"{ranks}{plan.accumulation_steps} x {plan.micro_batch_size}"
-    recompute = f"{len(plan.recompute)} segments" if plan.recompute else "nothing"
+    recompute = [f"recompute {len(plan.recompute)} segments"] if plan.recompute else []
     others = [
         f"{name} {getattr(plan, name)}"
         for name, default in (("norm_policy", "micro"), ("optimizer_impl", "as-given"), ("shard", "none"))
         if getattr(plan, name) != default
     ]
-    line = [f"batch {plan.batch_size} as {cut}", plan.precision, f"recompute {recompute}", *others]
+    line = [f"batch {plan.batch_size} as {cut}", plan.precision, *recompute, *others]
     return ", ".join(line)
 
 
@@ -71,13 +71,15 @@ def memory(out: Console, plan: Plan, report: MemoryReport, budget_bytes: int) ->
     for category, num_bytes in _largest(report.by_category):
         table.add_row(category, sizes.gib(num_bytes), _share(num_bytes, report.peak_allocated_bytes))
     out.print(table)
-    holders = {module: sum(held.values()) for module, held in report.by_module.items()}
+    holders = _repeated(report.by_module)
     if set(holders) - {""}:
         out.print()
-        table = _table(("module", "left"), ("GiB", "right"), ("mostly", "left"))
-        for module, num_bytes in _largest(holders)[:_TOP_HOLDERS]:
-            category, held = _largest(report.by_module[module])[0]
-            table.add_row(module or "(none)", sizes.gib(num_bytes), f"{category} {sizes.text(held)}")
+        table = _table(("module", "left"), ("number", "right"), ("GiB", "right"), ("mostly", "left"))
+        totals = {module: sum(held.values()) for module, (_, held) in holders.items()}
+        for module, num_bytes in _largest(totals)[:_TOP_HOLDERS]:
+            number, held = holders[module]
+            category, part = _largest(held)[0]
+            table.add_row(module or "(none)", str(number), sizes.gib(num_bytes), f"{category} {sizes.gib(part)}")
         out.print(table)
     for sentence in report.assumptions:
         out.print(f"assumed: {sentence}")
@@ -151,7 +153,7 @@ def run(out: Console, report: Mapping[str, Any]) -> None:
     out.print(f"peak memory {sizes.text(measured)}: {report['peak_memory_source']}")
     if report["predicted"]:
         predicted = report["predicted"]["peak_reserved_bytes"]
-        out.print(f"predicted   {sizes.text(predicted)} for its tensors ({predicted / measured - 1:+.1%})")
+        out.print(f"predicted   {sizes.text(predicted)} for its tensors (measure them alone: snugfit measure)")
     for sentence in report["notes"]:
         out.print(f"note: {sentence}")
 
@@ -198,6 +200,22 @@ def _table(*columns: tuple[str, str]) -> Table:
     for name, side in columns:
         table.add_column(name, justify="right" if side == "right" else "left", overflow="fold")
     return table
+
+
+def _repeated(by_module: Mapping[str, Mapping[str, int]]) -> dict[str, tuple[int, dict[str, int]]]:
+    """Modules that differ in an index only, such as ``layer.0`` and ``layer.1``, taken together as ``layer.*``.
+
+    Returns:
+        Name to the number of modules and what they hold together, category to bytes.
+    """
+    together: dict[str, tuple[int, dict[str, int]]] = {}
+    for module, held in by_module.items():
+        name = ".".join("*" if part.isdigit() else part for part in module.split("."))
+        number, sums = together.get(name, (0, {}))
+        for category, num_bytes in held.items():
+            sums[category] = sums.get(category, 0) + num_bytes
+        together[name] = (number + 1, sums)
+    return together
 
 
 def _largest(held: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from snugfit import hardware
-from snugfit.errors import UnsupportedError
+from snugfit.errors import DeviceMemoryError, UnsupportedError
 from snugfit.jobs import Job, Shared
 from snugfit.memory import torch_private
 from snugfit.memory.recording import Birth, Recording
 from snugfit.memory.reports import MemoryReport, PeakAt
 from snugfit.memory.tracing import Trace
 from snugfit.plans import Plan
-from snugfit.training import build, example
+from snugfit.training import build, example, recovery
 
 NUM_WINDOWS = 2
 
@@ -73,7 +73,7 @@ def measure(
         )
     if isinstance(job.model, nn.Module):
         job = replace(job, model=_copier(job.model))
-    with random_states(job.seed):
+    with random_states(job.seed), memory_errors_named("measuring"):
         return (_measure_on_cuda if target.kind == "cuda" else _measure_on_cpu)(job, plan, target, windows)
 
 
@@ -264,6 +264,8 @@ def _copier(module: nn.Module) -> Callable[[], nn.Module]:
         try:
             return copy.deepcopy(module)
         except Exception as error:  # whatever the user's classes raise
+            if recovery.is_out_of_memory(error):
+                raise
             raise UnsupportedError(
                 "the given module cannot be copied, and measuring would change it",
                 got=f"{type(module).__name__}: {type(error).__name__}: {error}",
@@ -287,3 +289,24 @@ def random_states(seed: int) -> Iterator[None]:
         finally:
             random.setstate(states[0])
             numpy.random.set_state(states[1])
+
+
+@contextmanager
+def memory_errors_named(doing: str) -> Iterator[None]:
+    """Turn an out-of-memory error that no engine has named into a ``DeviceMemoryError``.
+
+    Args:
+        doing: For the message: what ran out of memory, ``"training"`` for example.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not recovery.is_out_of_memory(error):
+            raise
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DeviceMemoryError(
+            f"out of memory while {doing}",
+            got=message,
+            expected="a plan whose peak memory is within what the device, or the cap, allows",
+            hint="let snugfit plan it: snugfit plan TARGET --budget SIZE",
+        ) from error

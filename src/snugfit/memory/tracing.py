@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from snugfit import hardware
 from snugfit.errors import PlanError
@@ -25,7 +24,7 @@ from snugfit.memory.placement import Placement
 from snugfit.memory.recording import Recorder, Recording, Work
 from snugfit.memory.reports import MemoryReport, PeakAt
 from snugfit.plans import Plan
-from snugfit.training import build
+from snugfit.training import build, example, splitting
 
 _STATIC = ("parameter", "buffer", "gradient", "optimizer")
 _MARKS = {"forward end": "forward end", "backward end": "backward end", "step end": "step end"}
@@ -129,7 +128,7 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
         windows: For each window the indices of the micro-batches that it runs. By default two windows, each of
             two full micro-batches and the tail: later full ones repeat the second.
     """
-    batch = build.example_batch(job, plan.samples_per_rank)
+    batch = example.example_batch(job, plan.samples_per_rank)
     micro_batches, counts = build.prepare(job, batch, plan.micro_batch_size)
     assumptions = []
     if windows is None:
@@ -144,13 +143,13 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
     def make_step(recorder: Recorder) -> Callable[[], object]:
         def move(micro_batch: Any) -> Any:
             recorder.mark("micro-batch")
-            return tree_map_only(Tensor, recorder.moved, micro_batch)
+            return splitting.map_tensors(recorder.moved, micro_batch)
 
         traced = replace(job, model=_fake_copy(job.model)) if isinstance(job.model, nn.Module) else job
         with recorder.on_device():
             engine = build.construct(traced, plan, torch.device("cpu"))
         recorder.adopt(engine.model)
-        fakes = tree_map_only(Tensor, recorder.from_tensor, micro_batches)
+        fakes = [splitting.map_tensors(recorder.from_tensor, micro_batch) for micro_batch in micro_batches]
         engine.hooks = replace(engine.hooks, decide=lambda found_inf, count: None, move=move)
 
         def step() -> object:

@@ -9,11 +9,12 @@ itself is exact; this is for the search.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from snugfit.errors import SnugfitError
 from snugfit.hardware import Device
 from snugfit.jobs import Job
-from snugfit.memory.recording import Recording, Work
+from snugfit.memory.recording import Birth, Recording, Work
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory.tracing import Trace, record_job
 from snugfit.planning import cost
@@ -22,6 +23,9 @@ from snugfit.plans import Plan
 
 class NotAffineError(SnugfitError):
     """The two traces do not run the same operations: sizes cannot be interpolated; trace each candidate."""
+
+
+_Item = TypeVar("_Item", Birth, Work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +64,11 @@ class ScaledTrace:
         work_slopes = [(0.0, 0.0)] * len(base.recording.work)
         distance = sizes[1] - sizes[0]
         for step in steps:
-            births, others = _births(base.recording, step), _births(other.recording, reference)
-            _require_same(base.recording, births, other.recording, others)
-            for index, counterpart in zip(births, others, strict=True):
-                difference = other.recording.births[counterpart].num_bytes - base.recording.births[index].num_bytes
-                birth_slopes[index] = difference / distance
-            for index, there in _aligned(base.recording, step, other.recording, reference):
+            for index, there in _pairs(_births(base.recording, step), _births(other.recording, reference)):
+                birth_slopes[index] = (there.num_bytes - base.recording.births[index].num_bytes) / distance
+            for index, done in _pairs(_work(base.recording, step), _work(other.recording, reference)):
                 here = base.recording.work[index][1]
-                work_slopes[index] = ((there.flops - here.flops) / distance, (there.bytes - here.bytes) / distance)
+                work_slopes[index] = ((done.flops - here.flops) / distance, (done.bytes - here.bytes) / distance)
         return cls(base, sizes[0], tuple(birth_slopes), tuple(work_slopes), steps[-1])
 
     def report(self, micro_batch_size: int, num_micro_batches: int) -> MemoryReport:
@@ -142,28 +143,27 @@ def _micro_steps(recording: Recording) -> list[tuple[int, int]]:
     return steps
 
 
-def _births(recording: Recording, step: tuple[int, int]) -> list[int]:
-    """Indices of a micro-step's births, workspaces left out: only the first micro-step meets them."""
+def _births(recording: Recording, step: tuple[int, int]) -> list[tuple[int, Birth]]:
+    """A micro-step's births, workspaces left out: only the first micro-step meets them."""
     indices = (event - 1 for event in recording.events[step[0] : step[1]] if event > 0)
-    return [index for index in indices if recording.births[index].category != "workspace"]
+    return [(i, recording.births[i]) for i in indices if recording.births[i].category != "workspace"]
 
 
-def _aligned(
-    here: Recording, step: tuple[int, int], there: Recording, reference: tuple[int, int]
-) -> Iterator[tuple[int, Work]]:
-    """Pairs of the same work in two micro-steps; a later one also adds to gradients, which has no counterpart."""
-    others = iter([item for position, item in there.work if reference[0] < position <= reference[1]])
-    other = next(others, None)
-    for index, (position, item) in enumerate(here.work):
-        if other is not None and step[0] < position <= step[1] and item.op == other.op:
+def _work(recording: Recording, step: tuple[int, int]) -> list[tuple[int, Work]]:
+    return [(i, work) for i, (position, work) in enumerate(recording.work) if step[0] < position <= step[1]]
+
+
+def _pairs(here: list[tuple[int, _Item]], there: list[tuple[int, _Item]]) -> Iterator[tuple[int, _Item]]:
+    """Pairs what happens in a micro-step with the same in the reference, which is a window of its own.
+
+    A micro-step of a longer window does a little more (it weighs its loss, adds to gradients): operations without a
+    counterpart keep their size.
+    """
+    others = iter(there)
+    _, other = next(others, (0, None))
+    for index, item in here:
+        if other is not None and (item.op, item.phase) == (other.op, other.phase):
             yield index, other
-            other = next(others, None)
+            _, other = next(others, (0, None))
     if other is not None:
-        raise NotAffineError("the step runs other operations at another micro-batch size")
-
-
-def _require_same(here: Recording, births: list[int], there: Recording, others: list[int]) -> None:
-    ops = [here.births[index].op for index in births]
-    other_ops = [there.births[index].op for index in others]
-    if ops != other_ops:
         raise NotAffineError("the step runs other operations at another micro-batch size")

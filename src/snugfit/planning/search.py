@@ -94,44 +94,38 @@ class _Search:
         given = {"micro_batch_size": batch_size, **self.fixed, "batch_size": batch_size, "world_size": world_size}
         given["micro_batch_size"] = min(given["micro_batch_size"], -(-batch_size // max(1, world_size)))
         self.first = Plan(**given)
-        self.candidates: list[Candidate] = []
+        self.candidates: dict[Plan, Candidate] = {}
         self._families: dict[tuple[Any, ...], ScaledTrace | None] = {}
+        self._surplus: dict[tuple[Any, ...], int] = {}
+        self._traced: set[Plan] = set()
 
     def run(self) -> PlanReport:
+        """Climb the ladder, then choose among what it met."""
         model = tracing.skeleton(self.job)
         precisions = options.precisions(self.device, self.fixed)
         recomputations = options.recomputations(model, self.fixed)
         start = replace(self.first, precision=precisions[0].value, recompute=recomputations[0].value)
-        rungs = [(FULL_BATCH if start.precision == "32-true" else "full batch", self._exact(start))]
-        best_precision = precisions[-1]
-        if len(precisions) > 1 and not self._settled(rungs):
-            rungs.append((MIXED_PRECISION, self._judge(replace(start, precision=best_precision.value))))
-        mixed = replace(start, precision=best_precision.value)
-        if not self._settled(rungs) and "micro_batch_size" not in self.fixed:
-            rungs.append((ACCUMULATION, self._fastest(mixed)))
-        if not self._full_batch_fits(mixed):
+        mixed = replace(start, precision=precisions[-1].value)
+        rungs = [(FULL_BATCH, self._exact(start))]
+        if mixed != start:
+            rungs.append((MIXED_PRECISION, self._judge(mixed)))
+        if not rungs[-1][1].fits:
+            if "micro_batch_size" not in self.fixed and mixed.samples_per_rank > 1:
+                rungs.append((ACCUMULATION, self._fastest(mixed)))
             for option in recomputations[1:]:
                 rungs.append((CHECKPOINTING, self._fastest(replace(mixed, recompute=option.value))))
-        if not any(candidate.fits for candidate in self.candidates):
-            for option in recomputations:  # cast copies of weights can make mixed precision the larger one
-                self._fastest(replace(start, recompute=option.value))
-        chosen = self._choose()
+        contenders = [rung for _, rung in rungs]
+        if not any(candidate.fits for candidate in contenders):
+            # Cast copies of weights can make mixed precision the larger one.
+            contenders += [self._fastest(replace(start, recompute=option.value)) for option in recomputations]
+        chosen = self._choose(contenders)
         if chosen.plan != rungs[-1][1].plan:
             rungs.append((CHOSEN, chosen))
-        return self._report(chosen, rungs, best_precision, model)
-
-    def _settled(self, rungs: list[tuple[str, Candidate]]) -> bool:
-        """Whether the last rung fits and no faster precision is left to try."""
-        last = rungs[-1][1]
-        fastest = last.plan.precision == options.precisions(self.device, self.fixed)[-1].value
-        return last.fits and fastest
-
-    def _full_batch_fits(self, mixed: Plan) -> bool:
-        full = mixed.samples_per_rank
-        return any(c.fits and c.plan == replace(mixed, micro_batch_size=full) for c in self.candidates)
+        return self._report(chosen, contenders, rungs, precisions[-1], model)
 
     def _exact(self, plan: Plan) -> Candidate:
         """A candidate traced as it is."""
+        self._traced.add(plan)
         trace = tracing.record_job(self.job, plan, self.device)
         report = trace.report()
         candidate = Candidate(
@@ -140,14 +134,13 @@ class _Search:
             fits=report.fits(self.budget_bytes),
             step_time_s=cost.step_time(trace.work, self.device),
         )
-        self.candidates.append(candidate)
+        self.candidates[plan] = candidate
         return candidate
 
     def _judge(self, plan: Plan) -> Candidate:
         """A candidate judged by the traces of its family."""
-        known = next((c for c in self.candidates if c.plan == plan), None)
-        if known is not None:
-            return known
+        if plan in self.candidates:
+            return self.candidates[plan]
         family = self._family(plan)
         if family is None:
             return self._exact(plan)
@@ -155,15 +148,15 @@ class _Search:
         candidate = Candidate(
             plan=plan,
             memory=report,
-            fits=report.fits(self.budget_bytes),
+            fits=report.needed_bytes + self._surplus.get(_family_of(plan), 0) <= self.budget_bytes,
             step_time_s=family.step_time(_cut(plan)),
         )
-        self.candidates.append(candidate)
+        self.candidates[plan] = candidate
         return candidate
 
     def _family(self, plan: Plan) -> ScaledTrace | None:
         """The traces of all micro-batch sizes of a plan; None where they cannot be interpolated."""
-        key = (plan.precision, plan.recompute)
+        key = _family_of(plan)
         share = plan.samples_per_rank
         if key not in self._families:
             try:
@@ -174,13 +167,17 @@ class _Search:
                 self._families[key] = None
         return self._families[key]
 
-    def _fastest(self, plan: Plan) -> Candidate:
-        """The fastest micro-batch size that fits; the smallest size if none does."""
-        share = plan.samples_per_rank
+    def _fastest(self, plan: Plan, largest: int | None = None) -> Candidate:
+        """The fastest micro-batch size up to the largest that fits; the smallest size if none does.
+
+        Sizes within a percent of the fastest are equals, of which the largest is taken: it uses what was allowed.
+        """
+        share = plan.samples_per_rank if largest is None else largest
         if "micro_batch_size" in self.fixed:
             return self._judge(plan)
-        if self._judge(replace(plan, micro_batch_size=share)).fits:
-            return self._judge(replace(plan, micro_batch_size=share))
+        whole = self._judge(replace(plan, micro_batch_size=share))
+        if whole.fits or share == 1:
+            return whole
         fitting, failing = 0, share
         while failing - fitting > 1:
             middle = (fitting + failing) // 2
@@ -190,49 +187,63 @@ class _Search:
                 failing = middle
         if fitting == 0:
             return self._judge(replace(plan, micro_batch_size=1))
-        tried = [
-            self._judge(replace(plan, micro_batch_size=size))
-            for size in options.micro_batch_sizes(share, fitting)[:_SIZES_TIMED]
-        ]
-        return min((c for c in tried if c.fits), key=_by_time)
+        sizes_tried = options.micro_batch_sizes(plan.samples_per_rank, fitting)[:_SIZES_TIMED]
+        tried = [self._judge(replace(plan, micro_batch_size=size)) for size in sizes_tried]
+        tried = [candidate for candidate in tried if candidate.fits]
+        best = min(candidate.step_time_s for candidate in tried)
+        equals = [candidate for candidate in tried if candidate.step_time_s <= best * _EQUAL_TIME]
+        return max(equals, key=lambda candidate: candidate.plan.micro_batch_size)
 
-    def _choose(self) -> Candidate:
-        """The fastest candidate that fits, traced as it is."""
-        while fitting := [c for c in self.candidates if c.fits]:
+    def _choose(self, contenders: list[Candidate]) -> Candidate:
+        """The fastest contender that fits, traced as it is; one that then does not fit is made smaller."""
+        while fitting := [candidate for candidate in contenders if candidate.fits]:
             best = min(fitting, key=_by_time)
             exact = self._exact(best.plan)
-            self.candidates = [c for c in self.candidates if c is exact or c.plan != best.plan]
             if exact.fits:
                 return exact
-        smallest = min(self.candidates, key=lambda candidate: candidate.memory.needed_bytes)
+            contenders.remove(best)
+            if best.plan.micro_batch_size > 1 and "micro_batch_size" not in self.fixed:
+                self._raise_surplus(best.plan, exact.memory.needed_bytes - best.memory.needed_bytes)
+                contenders.append(self._fastest(best.plan, best.plan.micro_batch_size - 1))
+        smallest = min(self.candidates.values(), key=lambda candidate: candidate.memory.needed_bytes)
         raise _infeasible(smallest, self.budget_bytes, self.device)
 
+    def _raise_surplus(self, plan: Plan, num_bytes: int) -> None:
+        """Remember by how much a family's traces were too low (the order of blocks), and judge its sizes again."""
+        family = _family_of(plan)
+        self._surplus[family] = self._surplus.get(family, 0) + max(num_bytes, 0)
+        self.candidates = {
+            known: candidate
+            for known, candidate in self.candidates.items()
+            if known in self._traced or _family_of(known) != family
+        }
+
     def _report(
-        self, chosen: Candidate, rungs: list[tuple[str, Candidate]], precision: options.Option, model: nn.Module
+        self,
+        chosen: Candidate,
+        contenders: list[Candidate],
+        rungs: list[tuple[str, Candidate]],
+        precision: options.Option,
+        model: nn.Module,
     ) -> PlanReport:
         first = rungs[0][1]
-        known = {candidate.plan: candidate for candidate in self.candidates}
         ladder = tuple(
             Rung(
                 name=name,
-                plan=rung.plan,
-                memory=known[rung.plan].memory,
-                fits=known[rung.plan].fits,
-                step_time_s=rung.step_time_s,
-                relative_time=rung.step_time_s / first.step_time_s,
+                plan=candidate.plan,
+                memory=candidate.memory,
+                fits=candidate.fits,
+                step_time_s=candidate.step_time_s,
+                relative_time=candidate.step_time_s / first.step_time_s,
             )
-            for name, rung in rungs
+            for name, candidate in ((name, self.candidates.get(rung.plan, rung)) for name, rung in rungs)
         )
-        others = [
-            c
-            for c in self.candidates
-            if c.fits and (c.plan.precision, c.plan.recompute) != (chosen.plan.precision, chosen.plan.recompute)
-        ]
+        others = [c for c in contenders if c.fits and _family_of(c.plan) != _family_of(chosen.plan)]
         return PlanReport(
             plan=chosen.plan,
             runner_up=min(others, key=_by_time).plan if others else None,
             ladder=ladder,
-            frontier=_frontier(self.candidates),
+            frontier=_frontier(list(self.candidates.values())),
             reasons=self._reasons(chosen, precision, model),
             memory=chosen.memory,
         )
@@ -247,7 +258,7 @@ class _Search:
         if plan.accumulation_steps == 1:
             reasons.setdefault("micro_batch_size", f"the whole batch fits: {used}")
         else:
-            larger = [c for c in self.candidates if _differs_in_size(c.plan, plan) and not c.fits]
+            larger = [c for c in self.candidates.values() if _differs_in_size(c.plan, plan) and not c.fits]
             next_up = min(larger, key=lambda c: c.plan.micro_batch_size, default=None)
             beyond = (
                 f"; {next_up.plan.micro_batch_size} would need {sizes.text(next_up.memory.needed_bytes)}"
@@ -259,7 +270,7 @@ class _Search:
             "precision", precision.reason if plan.precision == precision.value else "fp32 is the fastest that fits"
         )
         if plan.recompute:
-            saved = [c for c in self.candidates if not c.plan.recompute and c.plan.precision == plan.precision]
+            saved = [c for c in self.candidates.values() if not c.plan.recompute and c.plan.precision == plan.precision]
             faster = min((c.memory.needed_bytes for c in saved), default=0)
             why = (
                 "without it nothing fits"
@@ -280,6 +291,13 @@ class _Search:
 
 
 _SIZES_TIMED = 6
+"Micro-batch sizes, from the largest that fits downwards, whose step time is compared."
+_EQUAL_TIME = 1.01
+"Ratio up to which two modelled step times are taken as equal."
+
+
+def _family_of(plan: Plan) -> tuple[Any, ...]:
+    return plan.precision, plan.recompute
 
 
 def _cut(plan: Plan) -> list[int]:

@@ -6,7 +6,6 @@ Entry point: ``example_batch``. Never on a device and never of the training data
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from snugfit.errors import PlanError, SnugfitError
@@ -55,4 +54,6 @@ def _longest(loader: "DataLoader[Any]") -> Any:
 
 
 def _num_elements(batch: Any) -> int:
-    return sum(leaf.numel() for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+    sizes: list[int] = []
+    splitting.map_tensors(lambda tensor: sizes.append(tensor.numel()), batch)
+    return sum(sizes)

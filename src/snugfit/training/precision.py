@@ -91,13 +91,13 @@ def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
         factor: A number, or a 0-dimensional float64 tensor where only the device knows the count.
     """
     if not isinstance(factor, Tensor):
-        torch._foreach_mul_(list(gradients), factor)
+        torch.ops.aten._foreach_mul_.Scalar(list(gradients), factor)
         return
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), group in groups.items():
-        torch._foreach_mul_(group, factor.to(device, dtype))
+        torch.ops.aten._foreach_mul_.Tensor(group, factor.to(device, dtype))
 
 
 def refuse_half_weights(model: nn.Module) -> None:

@@ -6,14 +6,14 @@ smaller in the next attempt is the engine's to say.
 
 import random
 import re
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from snugfit.errors import DeviceMemoryError, SnugfitError
+from snugfit.training.buffers import Keeper, Kept
 
 # Anchored beginnings of what is raised as a plain RuntimeError. Only allocation failures: an internal error of a
 # library may be anything.
@@ -47,22 +47,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """One buffer before a window."""
-
-    module: nn.Module
-    name: str
-    buffer: Tensor
-    version: int
-    copy: Tensor | None
-    "None for a buffer that no window has changed so far."
-
-
 class Snapshots:
     """Random states and buffers of a model before a window, and the way back.
-
-    A buffer that stayed as it was in a window is not copied before the next ones (masks, position tables).
 
     Args:
         model: Whose buffers are kept.
@@ -71,54 +57,37 @@ class Snapshots:
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
-        self._unchanged: set[tuple[str, bool]] = set()
+        self._keeper = Keeper()
 
-    def take(self) -> tuple[dict[str, Any], list[_Kept]]:
+    def take(self) -> tuple[dict[str, Any], list[Kept]]:
         """What ``restore`` needs."""
-        kept = []
-        for prefix, module in self._model.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                changes = (f"{prefix}.{name}", module.training) not in self._unchanged
-                copy = buffer.detach().clone() if changes else None
-                kept.append(_Kept(module, name, buffer, buffer._version, copy))
-        return random_states(self._device), kept
+        return random_states(self._device), self._keeper.take(self._model.modules())
 
-    def learn(self, snapshot: tuple[dict[str, Any], list[_Kept]]) -> None:
-        """Note which buffers a completed window left as they were."""
-        names = {id(module): prefix for prefix, module in self._model.named_modules()}
-        for kept in snapshot[1]:
-            key = (f"{names.get(id(kept.module), '')}.{kept.name}", kept.module.training)
-            if _is_unchanged(kept):
-                self._unchanged.add(key)
-            else:
-                self._unchanged.discard(key)
-
-    def restore(self, snapshot: tuple[dict[str, Any], list[_Kept]]) -> None:
+    def restore(self, snapshot: tuple[dict[str, Any], list[Kept]]) -> None:
         """Set random states and buffers to what they were.
 
         Raises:
-            DeviceMemoryError: A buffer changed for the first time in the window that failed.
+            DeviceMemoryError: A buffer changed that the window before had left as it was.
         """
         states, buffers = snapshot
         set_random_states(states, self._device)
         for kept in buffers:
-            if _is_unchanged(kept):
-                continue
-            if kept.copy is None:
+            if kept.copy is not None:
+                with torch.no_grad():
+                    kept.buffer.copy_(kept.copy)
+                setattr(kept.module, kept.name, kept.buffer)
+            elif not kept.has_stayed:
                 raise DeviceMemoryError(
                     "a window that ran out of memory cannot be taken back to its beginning",
-                    got=f"buffer {kept.name} of {type(kept.module).__name__} changed, as it never had before",
-                    expected="buffers that change in the first window or never",
+                    got=f"buffer {kept.name} of {type(kept.module).__name__} changed, unlike in the window before",
+                    expected="buffers that change in every window or in none",
                     hint="start again from a saved state with a smaller micro_batch_size",
                 )
-            with torch.no_grad():
-                kept.buffer.copy_(kept.copy)
-            setattr(kept.module, kept.name, kept.buffer)
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
     """States of the random generators that a training step may draw from, as tensors and built-in values."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
+    kind, keys, position, has_gauss, cached = np.random.get_state()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -138,7 +107,3 @@ def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
-
-
-def _is_unchanged(kept: _Kept) -> bool:
-    return getattr(kept.module, kept.name) is kept.buffer and kept.buffer._version == kept.version

@@ -1,7 +1,7 @@
 """Cuts a batch into micro-batches and moves one to a device.
 
-Entry points: ``split``, ``num_samples``, ``resize`` and ``move``. Nothing is copied by cutting: tensors of a micro-batch
-are views of the batch's. What a batch is weighted by is ``counting``'s.
+Entry points: ``split``, ``num_samples``, ``resize``, ``move`` and ``map_tensors``. Nothing is copied by cutting:
+tensors of a micro-batch are views of the batch's. What a batch is weighted by is ``counting``'s.
 """
 
 import copy
@@ -104,6 +104,16 @@ def move(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True) if isinstance(batch, Tensor) else batch.to(device)
     children = _children(batch, "")
     return batch if children is None else _rebuild(batch, [move(child, device) for _, child in children])
+
+
+def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
+    """A batch of the same structure with each tensor replaced by what a function makes of it."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Shared):
+        return map_tensors(function, batch.value)
+    children = _children(batch, "")
+    return batch if children is None else _rebuild(batch, [map_tensors(function, child) for _, child in children])
 
 
 def _cut(value: Any, size: int, chosen: slice | list[int], path: str) -> Any:

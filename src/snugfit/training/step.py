@@ -1,13 +1,13 @@
 """The one forward, backward and update: a window of micro-batches into one optimizer step.
 
 Entry point: ``run_window``; a loop that is written by hand drives a ``Window`` itself. Engine, tracer and measurement
-all run this code, so nothing here reads the value of a tensor: what needs one is a function in ``Hooks``. How losses are
-weighted is ``weighting``'s.
+all run this code, so nothing here reads the value of a tensor: what needs one is a function in ``Hooks``. How losses
+are weighted is ``weighting``'s.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,13 +157,19 @@ class Window:
             self.backward(value)
 
     @contextmanager
-    def synchronisation(self, i: int) -> Any:
+    def synchronisation(self, i: int) -> Iterator[None]:
         """The context of forward and backward of micro-batch i: ranks reduce gradients here, or do not."""
         self._index = i
         wrapped = isinstance(self._model, nn.parallel.DistributedDataParallel)
         synchronises = self._hooks.synchronises(i, self._last + 1)
         with self._model.no_sync() if wrapped and not synchronises else nullcontext():  # type: ignore[operator]
             yield
+
+    @contextmanager
+    def entered(self, i: int, micro_batch: Any) -> Iterator[Any]:
+        """The context of a loop's body for micro-batch i, moved to the device."""
+        with self.synchronisation(i), self._autocast():
+            yield self._hooks.move(micro_batch)
 
     def backward(self, value: Any, count: Number | None = None, only: Any = None) -> None:
         """Back-propagate what a loss function returned for the present micro-batch; repeated calls add up.
@@ -272,7 +278,7 @@ class Window:
 
     def _add_loss(self, weighted: Tensor) -> None:
         value = weighted.detach()
-        self._loss = self._loss + value if isinstance(self._loss, Tensor) else value.clone()
+        self._loss = self._loss + value if isinstance(self._loss, Tensor) else value
 
     def _add_metrics(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
         for name, pair in metrics.items():
@@ -384,9 +390,8 @@ def _ratio(total: Number, count: Number) -> Number:
 
 
 @contextmanager
-def _without_autocast(device_type: str) -> Any:
+def _without_autocast(device_type: str) -> Iterator[None]:
     """Backward and update run as they were recorded, whatever context the caller is in."""
-    with ExitStack() as stack:
-        if torch.is_autocast_enabled(device_type):
-            stack.enter_context(torch.autocast(device_type, enabled=False))
+    off = torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+    with off:
         yield

@@ -39,6 +39,11 @@ class Weighting:
 
 
 def agree(counts: Sequence[float | None], reduce_counts: Reduce, ranks: int) -> Weighting:
+    """Settle how a window is weighted, from the counts that are known before it; the same on all ranks.
+
+    Raises:
+        UnsupportedError: Some ranks have nothing to train on, others have.
+    """
     known = [count for count in counts if count is not None]
     first = known[0] if known else 0.0
     alike = len(known) == len(counts) and all(count == first for count in known)
@@ -57,10 +62,10 @@ def agree(counts: Sequence[float | None], reduce_counts: Reduce, ranks: int) -> 
         )
     # equal on all ranks: sums and sums of squares agree only then (Cauchy and Schwarz)
     equal = not unlike and ranks * squares == firsts * firsts and ranks * number_squares == numbers * numbers
-    return Weighting(total, equal, power_of_two(total / ranks))
+    return Weighting(total, equal, float(power_of_two(total / ranks)))
 
 
-def power_of_two(value: Number) -> Number | Any:
+def power_of_two(value: Number) -> Number:
     """The largest power of two that is not above a positive number; 1 for 0."""
     if isinstance(value, Tensor):
         return torch.where(value > 0, torch.exp2(torch.floor(torch.log2(value))), 1.0)
@@ -101,6 +106,16 @@ class Term:
 
 
 def term(value: Any, count: Number | None, only: Any) -> Term:
+    """Read one of the values that a loss function may return.
+
+    Args:
+        value: A mean, or a ``Loss``.
+        count: What it is taken over, if given beside it.
+        only: What it may reach, if given beside it.
+
+    Raises:
+        PlanError: Not a scalar that can be back-propagated.
+    """
     if isinstance(value, Loss):
         own = value.count if count is None else count
         reach = value.only if only is None else only

@@ -1,0 +1,184 @@
+"""What an engine accepts: every refusal before the first window, each by the name of what cannot be driven.
+
+Entry point: ``check``. Nothing is changed here; the ranges of single options are ``jobs``'s.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from snugfit.errors import PlanError, UnsupportedError
+from snugfit.plans import Plan
+from snugfit.training import precision
+
+_NOT_YET = {
+    "norm_policy": ("micro", "leave norm_policy at 'micro' and call snugfit.norms yourself, or freeze the statistics"),
+    "shard": ("none", "pass a model that is wrapped in DDP to snugfit.Engine"),
+    "loss_chunks": (1, "leave loss_chunks at 1"),
+}
+
+
+def check(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    plan: Plan | None,
+    precision_name: str,
+    nonfinite: str,
+) -> None:
+    """Refuse what would train wrongly or fail late.
+
+    Raises:
+        PlanError: No parameters, an optimizer over another model, half-precision weights under fp16.
+        UnsupportedError: Something that is not driven exactly.
+    """
+    if next(model.parameters(), None) is None:
+        raise PlanError(
+            "the model has no parameters",
+            got=type(model).__name__,
+            expected="something to train",
+            hint="register layers as attributes, or in nn.ModuleList instead of a list",
+        )
+    if plan is not None:
+        check_plan(plan)
+    precision.autocast(precision_name, "cpu")
+    _check_optimizers(model, optimizers)
+    _check_model(model)
+    if precision_name == "16-mixed":
+        precision.refuse_half_weights(model)
+        if nonfinite == "ignore":
+            raise PlanError(
+                "fp16 training needs to know whether a gradient is finite",
+                got='precision="16-mixed", nonfinite="ignore"',
+                expected='nonfinite="skip" or "raise": the loss scale is found by overflowing',
+                hint='use nonfinite="skip", or precision="bf16-mixed"',
+            )
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse what a plan may say but nothing carries out yet.
+
+    Raises:
+        UnsupportedError: Names the field.
+    """
+    precision.autocast(plan.precision, "cpu")
+    for name, (supported, hint) in _NOT_YET.items():
+        value = getattr(plan, name)
+        if value != supported:
+            raise UnsupportedError(
+                f"Plan.{name}={value!r} is not supported yet",
+                got=f"{name}={value!r}",
+                expected=f"{name}={supported!r}",
+                hint=hint,
+                op=name,
+            )
+
+
+def schedulers(scheduler: Any) -> tuple[Any, ...]:
+    """The schedulers as a tuple.
+
+    Raises:
+        UnsupportedError: One that is stepped by a metric, which an update does not know.
+    """
+    found = () if scheduler is None else tuple(scheduler) if isinstance(scheduler, (list, tuple)) else (scheduler,)
+    for one in found:
+        if isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise UnsupportedError(
+                "ReduceLROnPlateau is stepped by a metric, not once per update",
+                got=type(one).__name__,
+                expected="a scheduler whose step() takes no argument",
+                hint="leave it out of the engine and call its step(metric) after each evaluation",
+            )
+    return found
+
+
+def size_and_precision(plan: Plan | None, micro_batch_size: int | None, name: str) -> tuple[int | None, str]:
+    """Micro-batch size and precision, of the plan if there is one.
+
+    Raises:
+        PlanError: A size below 1, or an argument that contradicts the plan.
+    """
+    if micro_batch_size is not None and (not isinstance(micro_batch_size, int) or micro_batch_size < 1):
+        raise PlanError(
+            "micro_batch_size must be a whole number of at least 1",
+            got=f"micro_batch_size={micro_batch_size!r}",
+            expected=">= 1, or None",
+            hint="pass micro_batch_size=1 or more",
+        )
+    if plan is None:
+        return micro_batch_size, name
+    given = {"micro_batch_size": micro_batch_size, "precision": None if name == "32-true" else name}
+    for field, value in given.items():
+        if value is not None and value != getattr(plan, field):
+            raise PlanError(
+                f"{field} contradicts the plan",
+                got=f"{field}={value!r}, plan.{field}={getattr(plan, field)!r}",
+                expected="one of them",
+                hint=f"leave {field} out, or change the plan with dataclasses.replace",
+            )
+    return plan.micro_batch_size, plan.precision
+
+
+def check_state(state: Mapping[str, Any], num_optimizers: int, num_schedulers: int) -> None:
+    """Refuse a saved state that does not fit the engine.
+
+    Raises:
+        PlanError: Another number of optimizers or schedulers, or entries that are missing.
+    """
+    for name, number in (("optimizers", num_optimizers), ("schedulers", num_schedulers)):
+        saved = len(state.get(name, ()))
+        if saved != number:
+            raise PlanError(
+                f"a saved state has another number of {name}",
+                got=f"{saved} saved, {number} here",
+                expected="the same",
+                hint="build the engine as it was built when the state was saved",
+            )
+
+
+def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    ours = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if not hasattr(optimizer, "param_groups"):
+            raise PlanError("this is not an optimizer", got=name, expected="a torch.optim.Optimizer")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedError(
+                "LBFGS evaluates the loss several times in one update, which is not supported yet",
+                got=name,
+                expected="an optimizer whose step() takes no closure",
+                hint="use torch.optim.AdamW",
+            )
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if parameters and not any(id(parameter) in ours for parameter in parameters):
+            raise PlanError(
+                "an optimizer holds no parameter of the model",
+                got=f"{name} over {len(parameters)} other parameters",
+                expected="parameters of the model as it is now",
+                hint="make the optimizer after the model is moved, converted or replaced",
+            )
+
+
+def _check_model(model: nn.Module) -> None:
+    if isinstance(model, nn.parallel.DistributedDataParallel) and model.static_graph:
+        raise UnsupportedError(
+            "DDP with static_graph=True fixes its reductions in the first micro-step",
+            got="static_graph=True",
+            expected="static_graph=False",
+            hint="wrap the model without static_graph",
+        )
+    if any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
+        raise UnsupportedError(
+            "FSDP2 is not supported yet", got=type(model).__name__, expected="a plain module, or one in DDP"
+        )
+    for name, parameter in model.named_parameters():
+        updates = getattr(parameter, "_in_backward_optimizers", None)
+        if updates or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedError(
+                "the model updates itself during backward, before a window is complete",
+                got=f"a hook after the gradient of {name}",
+                expected="parameters without post-accumulate-grad hooks",
+                hint="remove the hook, and give the engine an ordinary optimizer",
+                module=name,
+            )

@@ -1,0 +1,66 @@
+"""Copies of a model's registered buffers, taken before something that may change them.
+
+Entry point: ``Keeper``. Recovery puts the copies back after a window that failed, recomputation swaps them in while
+a forward is repeated.
+
+NOTE [Which buffers are copied]
+1. Copying every buffer every time would cost memory (masks, tables of positions), so one that was left as it was the
+   last time, in the same mode, is not copied again. Torch counts in-place changes of a tensor in its version.
+2. Except that the kernels of BatchNorm and InstanceNorm change running statistics without counting. So a floating
+   point buffer of a module in training mode is always copied if it is small, as statistics per channel are.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+_SMALL = 2**16
+"Elements; more than any number of channels."
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One buffer as it was."""
+
+    module: nn.Module
+    name: str
+    buffer: Tensor
+    version: int
+    copy: Tensor | None
+    "None for one that is not expected to change."
+
+    @property
+    def has_stayed(self) -> bool:
+        """Whether it is known to be what it was; False where a change may go unseen."""
+        if self.module._buffers[self.name] is not self.buffer or self.buffer._version != self.version:
+            return False
+        return not _changes_unseen(self.module, self.buffer)
+
+
+class Keeper:
+    """Keeps buffers again and again, and learns which of them never change."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, str], tuple[Tensor, int, bool]] = {}
+
+    def take(self, modules: Iterable[nn.Module]) -> list[Kept]:
+        """Copy what may change.
+
+        Args:
+            modules: The same ones, in the same order, every time; only buffers of their own are looked at.
+        """
+        kept = []
+        for i, module in enumerate(modules):
+            for name, buffer in module.named_buffers(recurse=False):
+                now = (buffer, buffer._version, module.training)
+                last = self._last.get((i, name))
+                stayed = last is not None and last[0] is buffer and last[1:] == now[1:]
+                needless = stayed and not _changes_unseen(module, buffer)
+                kept.append(Kept(module, name, buffer, now[1], None if needless else buffer.detach().clone()))
+                self._last[i, name] = now
+        return kept
+
+
+def _changes_unseen(module: nn.Module, buffer: Tensor) -> bool:
+    return module.training and buffer.is_floating_point() and buffer.numel() <= _SMALL

@@ -1,0 +1,397 @@
+"""The engine: takes a full batch, or a list of micro-batches, and makes one update of it.
+
+Entry point: ``Engine``. It holds what lives from one window to the next (loss scale, counters, handles); the
+arithmetic of a window is ``step``'s. Making model and optimizer in the right order is ``build``'s.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from snugfit.errors import DeviceMemoryError, PlanError
+from snugfit.jobs import Count, LossScale, check_training_options
+from snugfit.plans import Plan
+from snugfit.training import admission, checkpointing, counting, distributed, precision, recovery, splitting, windows
+from snugfit.training import nonfinite as nonfinite_policy
+from snugfit.training.precision import Scaler
+from snugfit.training.step import Hooks, Outcome, Window, run_window
+from snugfit.training.weighting import Number, power_of_two
+from snugfit.training.windows import HandWindow, MicroBatches, StepResult
+
+
+class Engine:
+    """Exact accumulation: many micro-batches, one update, the numbers of the full batch.
+
+    Args:
+        model: What is trained, on its device; may already be wrapped in DDP.
+        optimizer: The optimizer, or several, over its parameters.
+        plan: Sets micro-batch size, precision and what is recomputed.
+        loss: ``(model, micro_batch)`` to a scalar mean over the counted units, a ``Loss``, or several of them.
+        count: What the loss is a mean over: ``"samples"``, ``snugfit.tokens(...)`` or a function of a micro-batch.
+        micro_batch_size: Samples of one forward and backward; None: the plan's, or the whole batch.
+        precision: ``"32-true" "16-mixed" "bf16-mixed"``; the plan's if there is one.
+        scheduler: The scheduler, or several; stepped once per update.
+        max_grad_norm: Limit of the gradient's norm.
+        loss_scale: The fp16 loss scale; None means ``LossScale()``.
+        max_skipped_windows: Non-finite windows in a row before ``NonFiniteError``.
+        nonfinite: ``"skip" "raise" "ignore"`` a window whose gradient is not finite.
+        split: ``(batch, micro_batch_size)`` to a list of micro-batches, for batches that snugfit cannot cut.
+
+    Known limitations: a loss that reports its own count as a tensor costs one synchronisation per micro-step; a norm
+    that overflows counts as non-finite; under DDP an out-of-memory error is not retried.
+
+    Raises:
+        PlanError: Arguments contradict each other or the model.
+        UnsupportedError: A plan that replaces parameters, or an optimizer, scheduler or model that cannot be driven.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        plan: Plan | None = None,
+        *,
+        loss: Callable[[Any, Any], Any],
+        count: Count = "samples",
+        micro_batch_size: int | None = None,
+        precision: str = "32-true",
+        scheduler: Any = None,
+        max_grad_norm: float | None = None,
+        loss_scale: LossScale | None = None,
+        max_skipped_windows: int = 50,
+        nonfinite: str = "skip",
+        split: Callable[[Any, int], list[Any]] | None = None,
+    ) -> None:
+        check_training_options(count, max_grad_norm, max_skipped_windows, nonfinite)
+        self.model, self.plan = model, plan
+        self.optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+        self.schedulers = admission.schedulers(scheduler)
+        self.micro_batch_size, self.precision = admission.size_and_precision(plan, micro_batch_size, precision)
+        admission.check(model, self.optimizers, plan, self.precision, nonfinite)
+        self.step_count = self.micro_step_count = self.sample_count = 0
+        self._loss, self._count, self._split = loss, count, split
+        self._counter = counting.resolve(count, splitting.num_samples)
+        self._max_grad_norm = max_grad_norm
+        self._max_skipped_windows, self._skipped_in_a_row = max_skipped_windows, 0
+        self._scaler = Scaler(loss_scale or LossScale()) if self.precision == "16-mixed" else None
+        self._reference: Number = 1.0
+        self._in_window = self._labels_looked_at = False
+        self._device = next(model.parameters()).device
+        self._wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
+        self._ranks = distributed.world_size() if self._wrapped else 1
+        self._snapshots = recovery.Snapshots(model, self._device)
+        self._recompute = checkpointing.apply(model, plan.recompute) if plan is not None and plan.recompute else None
+        self.hooks = Hooks(
+            decide=nonfinite_policy.decider(nonfinite),
+            reduce_counts=self._reduce if self._ranks > 1 else list,
+            synchronises=_always if plan is not None and plan.sync == "micro" else _in_the_last,
+            snapshot=self._snapshots.take,
+            restore=self._snapshots.restore,
+            move=self._move,
+        )
+
+    def step(self, batch: Any) -> StepResult:
+        """Make one update from the full batch of this rank, which is cut here and moved piece by piece.
+
+        An out-of-memory error in forward or backward restarts the window with half the micro-batch size, which then
+        stays: same samples, same weights.
+
+        Raises:
+            BatchError: The batch cannot be cut or counted.
+            DeviceMemoryError: A single sample does not fit, or the optimizer's update ran out of memory.
+            NonFiniteError: See ``nonfinite`` and ``max_skipped_windows``.
+        """
+        size = self.micro_batch_size
+        while True:
+            result, failure = self._attempt(*self.prepare(batch, size))
+            if result is not None:
+                self.micro_batch_size = size
+                return result
+            size = self._halved(size if size is not None else splitting.num_samples(batch), failure)
+
+    def step_window(self, micro_batches: Iterable[Any]) -> StepResult:
+        """Make one update from a list of micro-batches; out-of-memory errors are treated as in ``step``."""
+        given = list(micro_batches)
+        dropped = micro_batches.num_dropped if isinstance(micro_batches, MicroBatches) else 0
+        parts, size = given, None
+        while True:
+            result, failure = self._attempt(parts, [self._counter(part) for part in parts], dropped)
+            if result is not None:
+                return result
+            size = self._halved(max(map(splitting.num_samples, parts)) if size is None else size, failure)
+            parts = [part for whole in given for part in self.prepare(whole, size)[0]]
+
+    def prepare(self, batch: Any, micro_batch_size: int | None = None) -> tuple[list[Any], list[float]]:
+        """Cut a batch on the host into micro-batches and count each; None leaves it whole.
+
+        Raises:
+            BatchError: The batch cannot be cut or counted.
+        """
+        if not self._labels_looked_at and self._count == "samples":
+            counting.warn_of_ignored_labels(batch)
+        self._labels_looked_at = True
+        return windows.prepare(batch, micro_batch_size, self._counter, self._split)
+
+    def run(self, micro_batches: Sequence[Any], counts: Sequence[float | None], num_dropped: int = 0) -> StepResult:
+        """Run one window from micro-batches that are cut and counted; all other ways of stepping end here.
+
+        Reads no tensor value outside of ``hooks``, and retries nothing.
+
+        Args:
+            micro_batches: On the host.
+            counts: Count of each; None for a loss that reports its own.
+            num_dropped: Passed through to the result.
+        """
+        rates = self._rates()
+        with self._opened():
+            outcome = run_window(micro_batches, counts, loss=self._loss, **self._settings())
+            return self._finish(outcome, rates, self._samples_of(micro_batches), num_dropped)
+
+    def windows(
+        self, loader: Iterable[Any], accumulation_steps: int | None = None, tail: str = "flush"
+    ) -> Iterator[MicroBatches]:
+        """Group a loader of micro-batches into windows for ``step_window``.
+
+        Args:
+            loader: Read no further than the window at hand needs.
+            accumulation_steps: Micro-batches of a window; None: the plan's.
+            tail: ``"flush"`` makes a short window of what is left at the end, ``"drop"`` leaves it out.
+
+        Raises:
+            PlanError: Neither a plan nor ``accumulation_steps``, or an unknown ``tail``.
+        """
+        if accumulation_steps is None:
+            if self.plan is None:
+                raise PlanError(
+                    "the length of a window is not known",
+                    got="accumulation_steps=None and no plan",
+                    expected="one of the two",
+                    hint="pass accumulation_steps=4",
+                )
+            accumulation_steps = self.plan.accumulation_steps
+        return windows.grouped(loader, accumulation_steps, tail)
+
+    @contextmanager
+    def window(self, batch_or_micro_batches: Any) -> Iterator[HandWindow]:
+        """Drive one window by hand: several optimizers, losses that need each other.
+
+        Args:
+            batch_or_micro_batches: A list is taken as micro-batches; anything else as a batch, which is cut.
+
+        Raises:
+            PlanError: The loop over the micro-batches was left early.
+            DeviceMemoryError: The device ran out of memory; nothing is retried here.
+        """
+        if isinstance(batch_or_micro_batches, list):
+            micro_batches = list(batch_or_micro_batches)
+            counts = [self._counter(micro_batch) for micro_batch in micro_batches]
+        else:
+            micro_batches, counts = self.prepare(batch_or_micro_batches, self.micro_batch_size)
+        rates, samples = self._rates(), self._samples_of(micro_batches)
+
+        def finish(outcome: Outcome) -> StepResult:
+            return self._finish(outcome, rates, samples, 0)
+
+        with self._opened(), HandWindow(Window(counts, **self._settings()), micro_batches, finish) as window:
+            yield window
+
+    @contextmanager
+    def evaluating(self) -> Iterator[nn.Module]:
+        """Evaluate: modules in evaluation mode, the engine's precision, no gradients; modes are restored afterwards."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            with torch.no_grad(), precision.autocast(self.precision, self._device, cache_enabled=False):
+                yield self.model
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def state_dict(self, model: bool = True) -> dict[str, Any]:
+        """Everything that the next windows depend on, as tensors and built-in values (``weights_only`` loads them).
+
+        Args:
+            model: Whether the weights are included.
+
+        Raises:
+            PlanError: Inside of a window.
+        """
+        self._refuse_inside("state_dict")
+        state = {
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "counters": [self.step_count, self.micro_step_count, self.sample_count, self._skipped_in_a_row],
+            "reference": self._reference,
+            "micro_batch_size": self.micro_batch_size,
+            "random": recovery.random_states(self._device),
+        }
+        return {"model": checkpointing.unwrapped(self.model).state_dict(), **state} if model else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state_dict`` returned, random states included.
+
+        Raises:
+            PlanError: Inside of a window, or a state of another number of optimizers or schedulers.
+        """
+        self._refuse_inside("load_state_dict")
+        admission.check_state(state, len(self.optimizers), len(self.schedulers))
+        if "model" in state:
+            checkpointing.unwrapped(self.model).load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        if self._scaler is not None and state["scaler"] is not None:
+            self._scaler.load_state_dict(state["scaler"])
+        self.step_count, self.micro_step_count, self.sample_count, self._skipped_in_a_row = state["counters"]
+        self._reference, self.micro_batch_size = state["reference"], state["micro_batch_size"]
+        recovery.set_random_states(state["random"], self._device)
+
+    def check_ranks(self) -> None:
+        """Check that all ranks hold the same weights, bit for bit.
+
+        Raises:
+            PlanError: They do not; names them.
+        """
+        distributed.check_ranks(self.model)
+
+    def close(self) -> nn.Module:
+        """Take everything off the model that the engine put on it, and return the plain module."""
+        if self._recompute is not None:
+            self._recompute.remove()
+            self._recompute = None
+        return checkpointing.unwrapped(self.model)
+
+    def _attempt(
+        self, micro_batches: Sequence[Any], counts: Sequence[float | None], num_dropped: int = 0
+    ) -> tuple[StepResult | None, str]:
+        """Run a window, or take it back to its beginning and say what ran out of memory.
+
+        The error is dropped on return: its traceback holds the frames, and with them the tensors, that failed.
+        """
+        snapshot = self.hooks.snapshot()
+        try:
+            result = self.run(micro_batches, counts, num_dropped)
+        except Exception as error:
+            if not recovery.is_out_of_memory(error) or self._wrapped:
+                raise
+            failure = f"{type(error).__name__}: {error}"
+        else:
+            return result, ""
+        self.hooks.restore(snapshot)
+        return None, failure
+
+    def _halved(self, size: int, failure: str) -> int:
+        if size == 1:
+            raise DeviceMemoryError(
+                "the device ran out of memory with a micro-batch of one sample",
+                got=failure,
+                expected="memory for the weights, the optimizer and one sample",
+                hint="recompute more, use bf16-mixed, or a smaller model or optimizer; `snugfit estimate` says what "
+                "needs how much",
+                micro_batch_size=1,
+            )
+        half = -(-size // 2)
+        warnings.warn(
+            f"out of memory with micro_batch_size={size}; the window starts again with {half}: same samples, same "
+            "weights, more micro-steps",
+            stacklevel=4,
+        )
+        return half
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "optimizers": self.optimizers,
+            "hooks": self.hooks,
+            "ranks": self._ranks,
+            "autocast": self._autocast,
+            "device_type": self._device.type,
+            "loss_scale": None if self._scaler is None else self._scaler.scale,
+            "max_grad_norm": self._max_grad_norm,
+            "reference": self._reference,
+        }
+
+    def _finish(self, outcome: Outcome, rates: tuple[Any, ...], samples: int, num_dropped: int) -> StepResult:
+        """Move schedulers, scale and counters for a window that is over."""
+        scale = None if self._scaler is None else self._scaler.scale
+        overflowed = outcome.reason == "non-finite gradient"
+        if outcome.reported_count is not None:
+            self._reference = power_of_two(outcome.reported_count)
+        if outcome.reason is None:
+            self.step_count += 1
+            self.micro_step_count += outcome.num_micro_batches
+            self.sample_count += samples
+            self._skipped_in_a_row = 0
+            for scheduler in self.schedulers:
+                scheduler.step()
+        if self._scaler is not None and (overflowed or outcome.reason is None):
+            self._scaler.update(overflowed)
+        if overflowed:
+            self._skipped_in_a_row += 1
+            if self._skipped_in_a_row >= self._max_skipped_windows:
+                raise nonfinite_policy.too_many_skipped(self._skipped_in_a_row, self.step_count, scale)
+        return StepResult(
+            step=self.step_count,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            lr=rates,
+            loss_scale=scale,
+            count=outcome.count,
+            num_micro_batches=outcome.num_micro_batches,
+            num_dropped=num_dropped,
+            skipped=outcome.reason is not None,
+            reason=outcome.reason,
+            metrics=outcome.metrics,
+        )
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Note that a window is open, so that nothing is saved or begun inside of it."""
+        self._refuse_inside("another window")
+        self._in_window = True
+        try:
+            yield
+        finally:
+            self._in_window = False
+
+    def _refuse_inside(self, what: str) -> None:
+        if self._in_window:
+            raise PlanError(
+                f"{what} was asked for inside of a window",
+                got="a window that has not made its update yet",
+                expected="a call between two windows",
+                hint="move the call behind the window's end",
+            )
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return precision.autocast(self.precision, self._device)
+
+    def _move(self, micro_batch: Any) -> Any:
+        return splitting.move(micro_batch, self._device)
+
+    def _reduce(self, values: Sequence[Number]) -> Sequence[Number]:
+        return distributed.reduce_counts(values, self._device)
+
+    def _rates(self) -> tuple[Any, ...]:
+        rates = (group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups)
+        return tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)
+
+    def _samples_of(self, micro_batches: Sequence[Any]) -> int:
+        """Samples of a window; what only the user's own ``split`` understands is counted as none."""
+        if self._split is not None:
+            return 0
+        return sum(map(splitting.num_samples, micro_batches))
+
+
+def _always(i: int, number: int) -> bool:
+    return True
+
+
+def _in_the_last(i: int, number: int) -> bool:
+    return i == number - 1

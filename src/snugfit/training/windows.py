@@ -1,0 +1,204 @@
+"""What goes into a window and what comes out: cutting and counting a batch, grouping a loader, loops by hand.
+
+Entry points: ``prepare``, ``grouped``, ``HandWindow`` and ``StepResult``. Running a window is ``step``'s, and
+counting updates is ``engine``'s.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from snugfit.errors import DeviceMemoryError, PlanError
+from snugfit.training import recovery, splitting
+from snugfit.training.step import Outcome, Window
+from snugfit.training.weighting import Number
+
+TAILS = ("flush", "drop")
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one window did. The tensors are 0-dimensional, detached, and wait for the device only when they are read."""
+
+    step: int
+    "Updates done so far, this one included."
+    loss: Tensor
+    "Mean over the counted units of the window, over all ranks; NaN for an empty window."
+    grad_norm: Tensor
+    "Norm of the averaged, unscaled gradient over all optimizers, before clipping."
+    lr: tuple[Any, ...]
+    "Learning rate of every parameter group, the one used."
+    loss_scale: float | None
+    "The factor of this window's losses; None without fp16."
+    count: Number
+    "Counted units over all ranks."
+    num_micro_batches: int
+    num_dropped: int
+    "Micro-batches that a loader's tail left over and that were not used."
+    skipped: bool
+    reason: str | None
+    'None, or ``"empty" "non-finite gradient" "no gradients" "refused"``.'
+    metrics: Mapping[str, Number]
+
+
+class MicroBatches(list[Any]):
+    """The micro-batches of one window, as a loader gave them, and how many it left over before or after them."""
+
+    num_dropped: int = 0
+
+
+def prepare(
+    batch: Any,
+    micro_batch_size: int | None,
+    count: Callable[[Any], float],
+    split: Callable[[Any, int], list[Any]] | None,
+) -> tuple[list[Any], list[float]]:
+    """Cut a batch that lies on the host and count its micro-batches.
+
+    Args:
+        batch: The full batch of one rank.
+        micro_batch_size: None leaves the batch whole.
+        count: Counts a micro-batch.
+        split: Cuts batches that snugfit cannot.
+
+    Returns:
+        Micro-batches and the count of each.
+
+    Raises:
+        BatchError: The batch cannot be cut or counted.
+    """
+    if split is not None:
+        micro_batches = [batch] if micro_batch_size is None else list(split(batch, micro_batch_size))
+    else:
+        size = splitting.num_samples(batch) if micro_batch_size is None else micro_batch_size
+        micro_batches = splitting.split(batch, size)
+    return micro_batches, [count(micro_batch) for micro_batch in micro_batches]
+
+
+def grouped(loader: Iterable[Any], accumulation_steps: int, tail: str) -> Iterator[MicroBatches]:
+    """Group a loader's micro-batches into windows, reading no further than the window at hand.
+
+    With ``tail="drop"`` the last, incomplete window is left out: the window before it says so if the loader has a
+    length, else nothing can.
+
+    Raises:
+        PlanError: ``accumulation_steps`` below 1, or an unknown ``tail``.
+    """
+    if not isinstance(accumulation_steps, int) or accumulation_steps < 1:
+        raise PlanError(
+            "accumulation_steps must be a whole number of at least 1",
+            got=f"accumulation_steps={accumulation_steps!r}",
+            expected=">= 1",
+            hint="pass accumulation_steps=1 or more",
+        )
+    if tail not in TAILS:
+        raise PlanError("unknown tail", got=f"tail={tail!r}", expected=" | ".join(map(repr, TAILS)), hint='use "flush"')
+    return _windows(loader, accumulation_steps, tail)
+
+
+def _windows(loader: Iterable[Any], accumulation_steps: int, tail: str) -> Iterator[MicroBatches]:
+    length = len(loader) if isinstance(loader, Sized) else None
+    window = MicroBatches()
+    for i, micro_batch in enumerate(loader, start=1):
+        window.append(micro_batch)
+        if len(window) == accumulation_steps:
+            if tail == "drop" and length is not None and length - i < accumulation_steps:
+                window.num_dropped = length - i
+            yield window
+            window = MicroBatches()
+    if window and tail == "flush":
+        yield window
+
+
+class HandWindow:
+    """A window driven by the user's own loop; made by ``Engine.window``.
+
+    Entering a micro-batch of the loop sets precision and synchronisation for the loop's body.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        micro_batches: Sequence[Any],
+        finish: Callable[[Outcome], StepResult],
+    ) -> None:
+        self._window, self._micro_batches, self._finish = window, micro_batches, finish
+        self._position = -1
+        self._is_over = False
+        self._result: StepResult | None = None
+
+    def __enter__(self) -> "HandWindow":
+        self._window.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None:
+                if recovery.is_out_of_memory(error):
+                    raise DeviceMemoryError(
+                        "the device ran out of memory inside of a window that is driven by hand",
+                        got=f"{type(error).__name__}: {error}",
+                        expected="memory for one micro-batch",
+                        hint="use a smaller micro_batch_size; engine.step retries by itself, a loop by hand cannot",
+                    ) from error
+                return
+            if not self._is_over:
+                raise PlanError(
+                    "a window was left before its last micro-batch",
+                    got=f"{self._position + 1} of {len(self._micro_batches)} micro-batches",
+                    expected="all of them; to update nothing call window.skip(reason) and go on",
+                    hint="iterate over the whole window",
+                )
+            self._result = self._finish(self._window.finish())
+        finally:
+            self._window.__exit__()
+
+    def __iter__(self) -> Iterator[Any]:
+        for i, micro_batch in enumerate(self._micro_batches):
+            self._position = i
+            with self._window.entered(i, micro_batch) as moved:
+                yield moved
+                del moved
+        self._is_over = True
+
+    def backward(self, loss: Any, count: Number | None = None, only: Any = None) -> None:
+        """Back-propagate a loss of the present micro-batch; repeated calls add up.
+
+        Args:
+            loss: As a loss function returns it: a mean, a ``Loss`` or several of them.
+            count: What the mean is taken over, where it is not the micro-batch's count.
+            only: Parameters, or the module, that the loss may reach.
+
+        Raises:
+            PlanError: Outside of the loop over micro-batches, or not a scalar that can be back-propagated.
+        """
+        if self._position < 0 or self._is_over:
+            raise PlanError(
+                "window.backward was called outside of the loop over micro-batches",
+                got="no micro-batch at hand",
+                expected="a call in the body of `for micro_batch in window`",
+                hint="move the call into the loop",
+            )
+        self._window.backward(loss, count, only)
+
+    def skip(self, reason: str) -> None:
+        """Do not update from this window; the result says ``"refused"`` and the loss scale stays.
+
+        Args:
+            reason: Why, for whoever reads the loop.
+        """
+        del reason
+        self._window.refuse()
+
+    @property
+    def result(self) -> StepResult:
+        """What the window did, once it is over.
+
+        Raises:
+            PlanError: The window is still open, or failed.
+        """
+        if self._result is None:
+            raise PlanError("window.result was read before the window's end", hint="read it after the with block")
+        return self._result

@@ -1,0 +1,500 @@
+import copy
+import gc
+import weakref
+from dataclasses import dataclass
+
+import pytest
+import torch
+from models import (
+    Block,
+    ConvBatchNorm,
+    LinearStack,
+    Transformer,
+    WithDropout,
+    gradients,
+    same_bits,
+    squared_error,
+    state_of,
+    token_batch,
+    token_loss,
+)
+from tolerances import EXACT_VALUE
+from torch import nn
+
+from snugfit import PlanError, Segment, UnsupportedError
+from snugfit.training import checkpointing
+from snugfit.training.checkpointing import apply, blocks, every, is_recomputing, match, segments
+
+
+def saved_bytes(run):
+    """Bytes of distinct storages that autograd keeps."""
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(storages.values())
+
+
+def same_gradients(model, twin, run):
+    """Whether two models get the same gradients, bit for bit, from the same random state."""
+    for one in (model, twin):
+        torch.manual_seed(3)
+        run(one).backward()
+    ours, theirs = gradients(model), gradients(twin)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        lambda model: blocks(model),
+        lambda model: every(model, 2),
+        lambda model: segments(model, 2),
+        lambda model: match(model, "*.attn"),
+        lambda model: (Segment(("blocks.0", "blocks.1", "blocks.2")), Segment("head")),
+    ],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_are_those_without_recomputation_bit_for_bit(chosen, autocast):
+    model = Transformer(depth=3, dropout=0.3)
+    twin = copy.deepcopy(model)
+    handle = apply(model, chosen(model))
+    batch = token_batch(4)
+
+    def run(one):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            return token_loss(one, batch)
+
+    assert handle.covered
+    assert same_gradients(model, twin, run)
+
+
+def test_less_is_saved_and_the_input_of_a_segment_is_what_stays():
+    model = LinearStack(depth=4, width=16)
+    x = torch.randn(32, 16)
+    plain = saved_bytes(lambda: model(x))
+    apply(model, [Segment(tuple(f"layers.{i}" for i in range(4)))])
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    assert plain - saved_bytes(lambda: model(x)) == weights - 4 * 16 * 4 + 3 * x.numel() * 4  # biases are not saved
+
+
+def test_c050_the_recomputation_runs_under_the_forward_s_autocast():
+    model = LinearStack(depth=1)
+    seen = []
+    model.layers[0].register_forward_hook(lambda *_: None)
+
+    class Spy(nn.Linear):
+        def forward(self, x):
+            result = super().forward(x)
+            seen.append(result.dtype)
+            return result
+
+    model.layers[0] = Spy(6, 6)
+    apply(model, [Segment("layers.0")])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(torch.randn(2, 6)).float().sum()
+    loss.backward()
+    assert seen == [torch.bfloat16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_c054_a_first_block_whose_input_needs_no_gradient_is_trained(frozen):
+    model = Transformer(depth=2)
+    if frozen:
+        model.requires_grad_(False)
+        model.blocks[0].ff.requires_grad_(True)
+    twin = copy.deepcopy(model)
+    apply(model, blocks(model))
+    batch = token_batch(3)
+    assert same_gradients(model, twin, lambda one: token_loss(one, batch))
+    assert gradients(model)
+
+
+def test_c055_dropout_draws_the_same_mask_again():
+    model = nn.Sequential(nn.Dropout(0.5))
+    apply(model, [Segment("0")])
+    x = torch.ones(1000, requires_grad=True)
+    output = model(x)
+    output.sum().backward()
+    assert torch.equal(x.grad != 0, output != 0)
+
+
+def test_dropout_under_recomputation_leaves_the_random_stream_where_it_was():
+    model = WithDropout()
+    twin = copy.deepcopy(model)
+    apply(model, blocks(model))
+    drawn = []
+    for one in (model, twin):
+        torch.manual_seed(5)
+        one(torch.ones(2, 6)).sum().backward()
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, in an attribute that asks is_recomputing, and in one that does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("replaced", torch.zeros(()))
+        self.seen = self.runs = 0
+
+    def forward(self, x):
+        self.calls.add_(1)
+        self.replaced = self.replaced + 1
+        self.runs += 1
+        if not is_recomputing():
+            self.seen += 1
+        return torch.tanh(self.layer(x))
+
+
+def test_c061_side_effects_in_buffers_happen_once_and_attributes_can_ask():
+    model = nn.Sequential(nn.Sequential(Counting(), Counting(), Counting()))
+    hooked = []
+    for counting in model[0]:
+        counting.register_forward_hook(lambda *_: None if is_recomputing() else hooked.append(1))
+    apply(model, [Segment("0")])
+    model(torch.randn(2, 4)).sum().backward()
+    assert [int(counting.calls) for counting in model[0]] == [1, 1, 1]
+    assert [float(counting.replaced) for counting in model[0]] == [1, 1, 1]
+    assert [counting.seen for counting in model[0]] == [1, 1, 1]
+    assert len(hooked) == 3
+    assert model[0][0].runs == 2  # it was recomputed indeed
+    assert not is_recomputing()
+
+
+def test_c063_torch_s_own_checkpoint_may_lie_inside_of_a_segment():
+    calls = []
+
+    class Inner(nn.Module):
+        def forward(self, t):
+            def inner(t):
+                calls.append(1)
+                return torch.sin(t) * t
+
+            return torch.utils.checkpoint.checkpoint(inner, t, use_reentrant=False) ** 2
+
+    model = nn.Sequential(Inner())
+    apply(model, [Segment("0")])
+    t = torch.tensor(2.0, requires_grad=True)
+    model(t).backward()
+    plain = torch.tensor(2.0, requires_grad=True)
+    ((torch.sin(plain) * plain) ** 2).backward()
+    assert t.grad.item() == plain.grad.item() == pytest.approx(0.2800770, abs=EXACT_VALUE)
+    assert len(calls) <= 3
+
+
+def power(exponent):
+    class Power(nn.Module):
+        def forward(self, t):
+            return t**exponent
+
+    return nn.Sequential(Power())
+
+
+def test_c064_a_gradient_penalty_and_two_losses_from_one_forward():
+    model = power(3)
+    apply(model, [Segment("0")])
+    t = torch.tensor(2.0, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(t), t, create_graph=True)
+    assert float(gradient) == 12.0
+    (gradient**2).backward()
+    assert float(t.grad) == 288.0
+
+    model = power(2)
+    apply(model, [Segment("0")])
+    t = torch.tensor(3.0, requires_grad=True)
+    y = model(t)
+    y.backward(retain_graph=True)
+    (2 * y).backward()
+    assert float(t.grad) == 18.0
+
+
+def test_buffers_are_moved_once_also_under_several_backwards():
+    model = nn.Sequential(Counting())
+    apply(model, [Segment("0")])
+    y = model(torch.randn(2, 4)).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert int(model[0].calls) == 1
+
+
+def test_c065_a_frozen_model_in_evaluation_mode_is_recomputed_where_gradients_flow_through_it():
+    model = LinearStack(depth=3, width=16).eval().requires_grad_(False)
+    x = torch.randn(64, 16, requires_grad=True)
+    calls = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *_: calls.append(1))
+    apply(model, [Segment("layers.1")])
+    model(x).sum().backward()
+    assert x.grad is not None
+    assert "forward" in model.layers[1].__dict__
+
+
+def test_c065_without_gradients_a_call_is_one_plain_forward_even_in_training_mode():
+    class Spy(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            Spy.calls += 1
+            return super().forward(x)
+
+    model = nn.Sequential(Spy(4, 4), Spy(4, 4)).train()
+    apply(model, [Segment(("0", "1"))])
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        assert saved_bytes(lambda: model(torch.randn(2, 4))) == 0
+    assert Spy.calls == 2
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.random, "fork_rng", None)
+        patch.setattr(checkpointing, "checkpoint", None)
+        model(torch.ones(2, 4))
+    assert state is not None
+
+
+def test_c075_batchnorm_learns_once_from_a_recomputed_forward():
+    model = nn.Sequential(nn.BatchNorm1d(1))
+    apply(model, [Segment("0")])
+    model(torch.tensor([[0.0], [2.0]])).square().sum().backward()
+    norm = model[0]
+    assert float(norm.running_mean) == pytest.approx(0.1, abs=EXACT_VALUE)
+    assert float(norm.running_var) == pytest.approx(1.1, abs=EXACT_VALUE)
+    assert int(norm.num_batches_tracked) == 1
+
+
+@pytest.mark.parametrize("windows", [1, 3])
+def test_batchnorm_weights_and_statistics_are_those_without_recomputation_bit_for_bit(windows):
+    model = ConvBatchNorm()
+    twin = copy.deepcopy(model)
+    apply(model, blocks(model))
+    for _ in range(windows):
+        batch = {"x": torch.randn(4, 3, 6, 6), "y": torch.randn(4, 2)}
+        assert same_gradients(model, twin, lambda one, batch=batch: squared_error(one, batch))
+    assert same_bits(state_of(model), state_of(twin))
+
+
+def test_statistics_that_the_output_depends_on_are_seen_as_before_the_forward():
+    """Spectral norm iterates in its buffers: recomputed from the iterated ones, gradients belong to another weight."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)))
+    twin = copy.deepcopy(model)
+    apply(model, [Segment("0")])
+    x = torch.randn(4, 8)
+    for _ in range(2):
+        assert same_gradients(model, twin, lambda one: one(x).square().sum())
+    assert same_bits(state_of(model), state_of(twin))
+
+
+def test_structures_keyword_arguments_and_none_pass_through():
+    @dataclass
+    class Output:
+        value: torch.Tensor
+        rest: object
+
+    class Module(nn.Module):
+        def forward(self, inputs, *, scale=None, mask=None):
+            return Output(inputs["h"][0] ** 2 * scale["s"], (mask, 3))
+
+    model = nn.Sequential(Module())
+    apply(model, [Segment("0")])
+    h = torch.tensor(2.0, requires_grad=True)
+    s = torch.tensor(1.0, requires_grad=True)
+    output = model[0]({"h": [h]}, scale={"s": s})
+    assert type(output) is Output
+    assert output.rest == (None, 3)
+    output.value.backward()
+    assert (float(h.grad), float(s.grad)) == (4.0, 4.0)
+
+
+def test_an_argument_may_have_the_name_of_an_option_of_torch_s_checkpoint():
+    class Module(nn.Module):
+        def forward(self, *, use_reentrant, debug):
+            return use_reentrant * debug
+
+    model = nn.Sequential(Module())
+    apply(model, [Segment("0")])
+    x = torch.tensor(3.0, requires_grad=True)
+    model[0](use_reentrant=x, debug=2).backward()
+    assert float(x.grad) == 2.0
+
+
+def test_a_run_of_modules_keeps_its_hooks_and_extra_arguments():
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, mask, scale=1.0):
+            return torch.tanh(self.linear(x)) * mask * scale
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+        def forward(self, x, mask):
+            for layer in self.layers:
+                x = layer(x, mask, scale=2.0)
+            return x
+
+    model = Model()
+    twin = copy.deepcopy(model)
+    called = []
+    for i, layer in enumerate(model.layers):
+        layer.register_forward_hook(lambda *_, i=i: called.append(i))
+    apply(model, [Segment(("layers.0", "layers.1", "layers.2"))])
+    x, mask = torch.randn(2, 4), torch.ones(4)
+    assert same_gradients(model, twin, lambda one: one(x, mask).sum())
+    assert called == [0, 1, 2]
+
+
+def test_a_run_of_modules_that_are_no_chain_is_refused_by_name():
+    class Model(LinearStack):
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return x
+
+    model = Model()
+    apply(model, [Segment(("layers.0", "layers.1"))])
+    with pytest.raises(UnsupportedError) as caught:
+        model(torch.ones(1, 6))
+    assert caught.value.module == "layers.1"
+
+
+def test_removing_restores_every_forward_exactly():
+    model = Transformer()
+    own = lambda x: x  # noqa: E731
+    model.blocks[1].forward = own
+    before = [dict(module.__dict__) for module in model.modules()]
+    handle = apply(model, blocks(model))
+    assert model.blocks[1].forward is not own
+    for _ in range(2):
+        handle.remove()
+        assert [dict(module.__dict__) for module in model.modules()] == before
+    assert model.blocks[1].forward is own
+
+
+def test_applying_the_same_again_changes_nothing_and_either_handle_removes_it():
+    model = LinearStack()
+    chosen = [Segment("layers.0"), Segment(("layers.1", "layers.2"))]
+    apply(model, chosen)
+    forwards = [layer.__dict__["forward"] for layer in model.layers]
+    again = apply(model, chosen)
+    assert [layer.__dict__["forward"] for layer in model.layers] == forwards
+    assert again.covered == ("layers.0", "layers.1", "layers.2")
+    again.remove()
+    assert not any("forward" in layer.__dict__ for layer in model.layers)
+
+
+def test_a_failed_application_undoes_its_partial_work():
+    model = LinearStack()
+    apply(model, [Segment("layers.2")])
+    with pytest.raises(PlanError, match="already"):
+        apply(model, [Segment("layers.0"), Segment(("layers.1", "layers.2"))])
+    assert ["forward" in layer.__dict__ for layer in model.layers] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "named"),
+    [
+        ([], "no segment"),
+        ([Segment("blocks.7"), Segment("bocks.0")], "blocks.7, bocks.0"),
+        ([Segment("blocks.0"), Segment(("blocks.0", "blocks.1"))], "blocks.0 twice"),
+        ([Segment("blocks.0"), Segment("blocks.0.attn")], "blocks.0.attn inside of blocks.0"),
+        ([Segment(("blocks.0.ff", "blocks.0"))], "blocks.0.ff inside of blocks.0"),
+    ],
+)
+def test_segments_that_cover_nothing_or_overlap_are_refused_by_name(chosen, named):
+    model = Transformer()
+    with pytest.raises(PlanError) as caught:
+        apply(model, chosen)
+    assert named in caught.value.got
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("policy", ["offload", "keep-matmul", "keep-attention"])
+def test_policies_that_are_not_built_are_refused_by_name(policy):
+    with pytest.raises(UnsupportedError, match=policy):
+        apply(LinearStack(), [Segment("layers.0", policy)])
+
+
+def test_blocks_are_the_repeated_containers_and_of_several_all_that_matter():
+    class EncoderDecoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = nn.ModuleList(Block(4) for _ in range(3))
+            self.decoder = nn.Sequential(Block(4), Block(4))
+            self.small = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+
+    names = [segment.modules for segment in blocks(EncoderDecoder())]
+    assert names == [("encoder.0",), ("encoder.1",), ("encoder.2",), ("decoder.0",), ("decoder.1",)]
+
+
+def test_blocks_of_a_bert_are_its_layers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=8, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16, vocab_size=20
+    )
+    model = transformers.BertForSequenceClassification(config)
+    twin = copy.deepcopy(model)
+    assert [s.modules[0] for s in blocks(model)] == [f"bert.encoder.layer.{i}" for i in range(3)]
+    apply(model, segments(model, 2))
+    ids = torch.randint(20, (2, 5))
+    run = lambda one: one(input_ids=ids, labels=torch.tensor([0, 1])).loss  # noqa: E731
+    assert same_gradients(model, twin, run)
+
+
+def test_every_takes_the_first_of_each_k_blocks_and_segments_share_them_out():
+    model = LinearStack(depth=7)
+    assert [segment.modules[0] for segment in every(model, 3)] == ["layers.0", "layers.3", "layers.6"]
+    assert [len(segment.modules) for segment in segments(model, 3)] == [2, 2, 3]
+    assert [name for segment in segments(model, 3) for name in segment.modules] == [f"layers.{i}" for i in range(7)]
+
+
+@pytest.mark.parametrize("number", [0, -1, 8, 2.0])
+def test_a_number_of_blocks_or_segments_that_does_not_fit_is_refused(number):
+    model = LinearStack(depth=7)
+    for choose in (every, segments):
+        with pytest.raises(PlanError, match="number of blocks"):
+            choose(model, number)
+
+
+def test_a_model_without_blocks_and_a_pattern_without_a_match_are_refused():
+    with pytest.raises(PlanError, match="no repeated blocks"):
+        blocks(nn.Linear(2, 2))
+    with pytest.raises(PlanError, match="matches no module"):
+        match(LinearStack(), "*.attn")
+
+
+def test_a_deep_copy_of_a_recomputed_model_refers_to_itself():
+    model = LinearStack()
+    apply(model, [Segment("layers.0")])
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.layers[0].weight.zero_()
+        twin.layers[0].bias.zero_()
+    x = torch.ones(1, 6)
+    assert not torch.equal(model(x), twin(x))
+    twin(x).sum().backward()
+    assert model.layers[0].weight.grad is None
+    assert twin.layers[0].weight.grad is not None
+
+
+def test_what_a_segment_made_is_freed_without_the_collector():
+    model = LinearStack()
+    apply(model, [Segment(("layers.0", "layers.1"))])
+    gc.disable()
+    try:
+        output = model(torch.randn(2, 6))
+        alive = weakref.ref(output)
+        output.sum().backward()
+        del output
+        assert alive() is None
+    finally:
+        gc.enable()

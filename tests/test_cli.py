@@ -1,0 +1,305 @@
+"""The command line in process: exit codes, messages of four parts, tables and JSON."""
+
+import json
+import os
+import warnings
+
+import pytest
+
+from snugfit import Plan, cli, hardware
+
+JOBS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+import snugfit
+
+
+def model():
+    blocks = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    return nn.Sequential(blocks, nn.Linear(16, 1))
+
+
+def loss(model, batch):
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+def optimizer(model):
+    return torch.optim.AdamW(model.parameters())
+
+
+def batch(n):
+    return {"x": torch.ones(n, 16), "y": torch.zeros(n, 1)}
+
+
+def make(model=model, loss=loss, batch=batch):
+    return snugfit.Job(model, loss, optimizer, batch)
+
+
+def job():
+    return make()
+
+
+def model_raises():
+    return make(model=lambda: nn.Linear(16, -1))
+
+
+def no_tensors():
+    return make(batch={"name": "x", "size": 3})
+
+
+def unequal():
+    return make(batch={"x": torch.ones(4, 16), "y": torch.zeros(3, 1)})
+
+
+def vector():
+    return make(loss=lambda model, batch: model(batch["x"]).flatten())
+
+
+def no_tensor():
+    return make(loss=lambda model, batch: 1.0)
+
+
+def loss_raises():
+    return make(loss=lambda model, batch: model(batch["z"]))
+
+
+def reads_a_value():
+    return make(loss=lambda model, batch: model(batch["x"]).mean() * model(batch["x"]).mean().item())
+
+
+def large():
+    return make(model=lambda: nn.Sequential(nn.Linear(16, 4_000_000), nn.Linear(4_000_000, 1)))
+
+
+not_a_job = 5
+"""
+
+
+@pytest.fixture
+def jobs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "jobs.py").write_text(JOBS)
+    return "jobs.py"
+
+
+@pytest.fixture
+def call(capsys):
+    """Run the command line; gives (exit code, standard output, standard error)."""
+
+    def run(*words):
+        status = cli.main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def assert_four_parts(err):
+    lines = err.splitlines()
+    assert "Traceback" not in err
+    assert [line for line in lines if line.startswith("  got:      ")]
+    assert [line for line in lines if line.startswith("  expected: ")]
+    assert [line for line in lines if line.startswith("hint: ")]
+    assert len(lines) <= 24, "an error fits one screen"
+
+
+BAD = {
+    "an unknown device": (["estimate", "jobs.py", "--device", "rtx-3061-12gb"], "rtx-3060-12gb"),
+    "a batch of 0": (["estimate", "jobs.py", "--device", "cpu", "--batch", "0"], "batch_size=0"),
+    "a negative batch": (["plan", "jobs.py", "--device", "cpu", "--batch", "-4"], "batch_size=-4"),
+    "a micro-batch of 0": (["estimate", "jobs.py", "--device", "cpu", "--micro-batch", "0"], "micro_batch_size=0"),
+    "a world of 0": (["estimate", "jobs.py", "--device", "cpu", "--world-size", "0"], "world_size=0"),
+    "a batch that is no number": (["estimate", "jobs.py", "--batch", "many"], "many"),
+    "an unknown option": (["estimate", "jobs.py", "--batches", "4"], "--batches"),
+    "an unknown command": (["guess", "jobs.py"], "guess"),
+    "no target": (["estimate"], "target"),
+    "no steps": (["train", "jobs.py"], "--steps"),
+    "an unknown target": (["estimate", "bert-lage"], "bert-large"),
+    "a missing file": (["estimate", "none.py"], "none.py"),
+    "a file without the function": (["estimate", "jobs.py:jobb"], "jobs.py:job"),
+    "a name that is no job": (["estimate", "jobs.py:not_a_job"], "int"),
+    "an unknown precision": (["estimate", "jobs.py", "--device", "cpu", "--precision", "fp16"], "bf16-mixed"),
+    "an unknown recompute": (["estimate", "jobs.py", "--device", "cpu", "--recompute", "half"], "every:K"),
+    "a budget without unit": (["estimate", "jobs.py", "--device", "cpu", "--budget", "24G"], "24GiB"),
+    "a model that raises": (["estimate", "jobs.py:model_raises", "--device", "cpu"], "RuntimeError"),
+    "a batch without tensors": (["estimate", "jobs.py:no_tensors", "--device", "cpu"], "tensor"),
+    "unequal first dimensions": (["estimate", "jobs.py:unequal", "--device", "cpu"], "3"),
+    "a loss that is a vector": (["estimate", "jobs.py:vector", "--device", "cpu"], "32"),
+    "a loss that is no tensor": (["estimate", "jobs.py:no_tensor", "--device", "cpu"], "float"),
+    "a loss that raises": (["estimate", "jobs.py:loss_raises", "--device", "cpu"], "KeyError"),
+    "an operation that needs values": (["estimate", "jobs.py:reads_a_value", "--device", "cpu"], "item"),
+    "measuring a card that is not here": (["measure", "jobs.py", "--device", "rtx-3060-12gb"], "estimate"),
+    "a cut-off plan": (["train", "jobs.py", "--steps", "1", "--plan", "cut.json"], "cut.json"),
+    "a plan with unknown keys": (["train", "jobs.py", "--steps", "1", "--plan", "keys.json"], "'extra'"),
+    "a plan of another version": (["train", "jobs.py", "--steps", "1", "--plan", "version.json"], "version=99"),
+    "a missing plan": (["train", "jobs.py", "--steps", "1", "--plan", "none.json"], "none.json"),
+    "a plan given twice": (["train", "jobs.py", "--steps", "1", "--plan", "good.json", "--batch", "4"], "--batch"),
+    "a cap on a card": (
+        ["train", "jobs.py", "--steps", "1", "--memory-cap", "1GiB", "--device", "t4"],
+        "--memory-cap",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_message_of_four_parts_and_exit_code_2(jobs, call, tmp_path, name):
+    plan = Plan(batch_size=4, micro_batch_size=2)
+    plan.save("good.json")
+    (tmp_path / "cut.json").write_text(plan.to_json()[:40])
+    (tmp_path / "keys.json").write_text(json.dumps({**plan.to_dict(), "extra": 1}))
+    (tmp_path / "version.json").write_text(json.dumps({**plan.to_dict(), "version": 99}))
+    before = sorted(os.listdir(tmp_path))
+    words, part = BAD[name]
+    status, out, err = call(*words)
+    assert status == cli.USER_ERROR, err
+    assert out == ""
+    assert_four_parts(err)
+    assert part in err
+    assert sorted(set(os.listdir(tmp_path)) - {"__pycache__"}) == before, "a failing command writes nothing"
+
+
+def test_the_traceback_is_shown_when_asked_for(jobs, call):
+    status, _, err = call("estimate", "jobs.py:loss_raises", "--device", "cpu", "--debug")
+    assert status == cli.USER_ERROR
+    assert "Traceback" in err
+    assert "KeyError" in err
+
+
+def test_an_error_of_the_user_s_code_names_the_user_s_line(jobs, call):
+    _, _, err = call("estimate", "jobs.py:loss_raises", "--device", "cpu")
+    line = next(i for i, text in enumerate(JOBS.splitlines(), start=1) if 'batch["z"]' in text)
+    assert f"jobs.py:{line}" in err
+
+
+def test_a_micro_batch_larger_than_the_batch_is_clamped_and_said(jobs, call):
+    status, out, err = call(
+        "estimate", jobs, "--device", "cpu", "--batch", 4, "--micro-batch", 64, "--budget", "1GiB", "--json"
+    )
+    assert status == cli.DONE
+    assert "warning: " in err
+    assert "clamped to 4" in err
+    assert json.loads(out)["plan"]["micro_batch_size"] == 4
+
+
+def test_warnings_are_as_before_after_a_command(jobs, call):
+    show, filters = warnings.showwarning, list(warnings.filters)
+    call("estimate", jobs, "--device", "cpu", "--batch", 4, "--micro-batch", 64)
+    assert warnings.showwarning is show
+    assert warnings.filters == filters
+
+
+def test_estimate_says_that_a_job_fits(jobs, call):
+    status, out, err = call("estimate", jobs, "--device", "rtx-3060-12gb", "--batch", 4)
+    assert (status, err) == (cli.DONE, "")
+    for part in ("peak allocated", "peak reserved", "context", "margin", "headroom", "parameter", "the peak is in"):
+        assert part in out
+    assert out.rstrip().endswith("fits (modelled)")
+    assert "does not fit" not in out
+
+
+def test_estimate_says_that_a_job_does_not_fit(jobs, call):
+    status, out, err = call("estimate", jobs, "--device", "rtx-3060-12gb", "--budget", "100MiB")
+    assert (status, err) == (cli.DOES_NOT_FIT, "")
+    assert out.rstrip().endswith("does not fit (modelled)")
+
+
+def test_the_json_of_estimate_is_one_document_with_whole_bytes(jobs, call, tmp_path):
+    status, out, err = call(
+        "estimate", jobs, "--device", "t4", "--batch", 8, "--micro-batch", 2, "--json", "-o", tmp_path / "new.json"
+    )
+    document = json.loads(out)
+    assert (status, err) == (cli.DONE, "")
+    assert document["fits"] is True
+    assert document["plan"]["batch_size"] == 8
+    assert document["needed_bytes"] <= document["budget_bytes"]
+    assert sum(document["memory"]["by_category"].values()) == document["memory"]["peak_allocated_bytes"]
+    assert json.loads((tmp_path / "new.json").read_text()) == document
+
+
+def test_recompute_reaches_the_plan(jobs, call):
+    _, out, _ = call("estimate", jobs, "--device", "cpu", "--recompute", "segments:2", "--json")
+    assert len(json.loads(out)["plan"]["recompute"]) == 2
+    _, out, _ = call("estimate", jobs, "--device", "cpu", "--recompute", "none", "--json")
+    assert json.loads(out)["plan"]["recompute"] == []
+
+
+def test_measure_labels_its_numbers_as_measured(jobs, call):
+    status, out, _ = call("measure", jobs, "--device", "cpu", "--batch", 4, "--json")
+    assert status == cli.DONE
+    assert json.loads(out)["memory"]["label"] == "CPU-measured"
+
+
+def test_plan_prints_a_ladder_and_reasons_and_saves_the_plan(jobs, call, tmp_path):
+    status, out, err = call("plan", jobs, "--device", "rtx-3060-12gb", "--batch", 4, "-o", tmp_path / "plan.json")
+    assert (status, err) == (cli.DONE, "")
+    assert "full batch" in out
+    assert "reason" in out
+    assert Plan.load(tmp_path / "plan.json").batch_size == 4
+
+
+def test_the_json_of_plan_holds_the_plan_its_ladder_and_its_reasons(jobs, call):
+    status, out, _ = call("plan", jobs, "--device", "cpu", "--batch", 4, "--precision", "32-true", "--json")
+    document = json.loads(out)
+    assert status == cli.DONE
+    assert Plan.from_dict(document["plan"]).precision == "32-true"
+    assert document["ladder"][-1]["fits"]
+    assert document["reasons"]["precision"] == "given"
+
+
+def test_plan_says_what_is_too_large_when_nothing_fits(jobs, call, tmp_path):
+    words = ("plan", "jobs.py:large", "--device", "rtx-3060-12gb", "--budget", "1GiB", "-o", tmp_path / "plan.json")
+    status, out, err = call(*words)
+    assert (status, out) == (cli.DOES_NOT_FIT, "")
+    assert_four_parts(err)
+    assert "optimizer" in err
+    assert not (tmp_path / "plan.json").exists()
+    status, out, err = call(*words, "--json")
+    assert status == cli.DOES_NOT_FIT
+    assert json.loads(out)["fits"] is False
+
+
+def test_gpus_lists_every_device_of_the_catalogue(call):
+    status, out, err = call("gpus")
+    assert (status, err) == (cli.DONE, "")
+    assert all(name in out for name in hardware.devices())
+
+
+def test_the_json_of_gpus_holds_memory_and_sources(call):
+    _, out, _ = call("gpus", "--json")
+    cards = {card["name"]: card for card in json.loads(out)["devices"]}
+    assert set(cards) == set(hardware.devices())
+    assert all(card["memory_bytes"] > 0 and card["source"] for card in cards.values())
+
+
+def test_train_leaves_a_run_folder_and_says_how_it_ended(jobs, call, tmp_path):
+    status, out, _ = call("train", jobs, "--steps", 2, "--batch", 4, "--device", "cpu", "--run-dir", tmp_path / "run")
+    assert status == cli.DONE
+    assert "2 steps" in out
+    assert Plan.load(tmp_path / "run" / "plan.json").batch_size == 4
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_train_runs_a_given_plan_and_prints_the_report_as_json(jobs, call, tmp_path):
+    Plan(batch_size=4, micro_batch_size=1).save("plan.json")
+    status, out, _ = call("train", jobs, "--steps", 1, "--plan", "plan.json", "--device", "cpu", "--json")
+    assert status == cli.DONE
+    assert json.loads(out) == json.loads((tmp_path / "runs" / "jobs" / "report.json").read_text())
+    assert Plan.load(tmp_path / "runs" / "jobs" / "plan.json").micro_batch_size == 1
+
+
+def test_a_cap_below_the_static_memory_says_which_tensors_exceed_it(jobs, call, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli.capped, "measure_baseline", lambda target, options: 0)
+    status, out, err = call("train", "jobs.py:large", "--steps", 1, "--memory-cap", "500MiB", "--batch", 1)
+    assert (status, out) == (cli.DOES_NOT_FIT, "")
+    assert_four_parts(err)
+    for group in ("parameter", "gradient", "optimizer"):
+        assert group in err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["estimate", "--help"], ["train", "--help"]])
+def test_help_is_shown_with_exit_code_0(call, words):
+    status, out, _ = call(*words)
+    assert status == cli.DONE
+    assert "Usage" in out

@@ -1,0 +1,127 @@
+import textwrap
+
+import pytest
+from torch import nn
+
+from snugfit import Job, PlanError
+from snugfit.targets import load_target, users_line
+
+JOB = """
+    import torch
+    from torch import nn
+    import snugfit
+
+    def make(width=2):
+        return snugfit.Job(
+            lambda: nn.Linear(width, 1),
+            lambda model, x: model(x).mean(),
+            lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+            torch.zeros(4, width),
+        )
+"""
+
+
+def write(tmp_path, source, name="training.py"):
+    path = tmp_path / name
+    path.write_text(textwrap.dedent(JOB) + textwrap.dedent(source))
+    return path
+
+
+def test_a_file_gives_what_its_function_job_returns(tmp_path):
+    path = write(tmp_path, "def job():\n    return make()")
+    assert isinstance(load_target(str(path)), Job)
+
+
+def test_a_name_chooses_another_function_or_a_job_itself(tmp_path):
+    path = write(tmp_path, "def other():\n    return make(3)\nready = make(5)")
+    assert load_target(f"{path}:other").batch.shape == (4, 3)
+    assert load_target(f"{path}:ready").batch.shape == (4, 5)
+
+
+def test_sizes_are_handed_to_a_function_that_takes_them(tmp_path):
+    path = write(tmp_path, "def job(seq=2):\n    return make(seq)\ndef fixed():\n    return make()")
+    assert load_target(str(path)).batch.shape == (4, 2)
+    assert load_target(str(path), seq=7).batch.shape == (4, 7)
+    with pytest.raises(PlanError, match="takes no seq"):
+        load_target(f"{path}:fixed", seq=7)
+
+
+def test_a_file_imports_the_modules_beside_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "a_neighbour_of_the_job.py").write_text("WIDTH = 6")
+    path = write(tmp_path, "import a_neighbour_of_the_job\ndef job():\n    return make(a_neighbour_of_the_job.WIDTH)")
+    assert load_target(str(path)).batch.shape == (4, 6)
+
+
+def test_a_known_model_is_found_by_name():
+    assert isinstance(load_target("bert-base", seq=8), Job)
+
+
+def test_an_unknown_target_is_refused_with_the_nearest_names():
+    with pytest.raises(PlanError) as caught:
+        load_target("bert-lage")
+    assert "bert-large" in caught.value.suggestions
+    assert "did you mean" in caught.value.hint
+    with pytest.raises(PlanError, match="unknown target"):
+        load_target("")
+
+
+def test_a_missing_file_is_refused_with_the_nearest_file(tmp_path):
+    write(tmp_path, "", name="training.py")
+    with pytest.raises(PlanError, match="there is no file") as caught:
+        load_target(str(tmp_path / "trainings.py"))
+    assert "training.py" in caught.value.hint
+
+
+def test_a_file_without_the_function_says_which_it_has(tmp_path):
+    with pytest.raises(PlanError, match=r"has no function job\(\)") as caught:
+        load_target(str(write(tmp_path, "def jobs():\n    return make()")))
+    assert caught.value.got == "functions make, jobs"
+    assert caught.value.hint.endswith("training.py:jobs")
+
+
+@pytest.mark.parametrize(
+    ("source", "part", "where"),
+    [
+        ("def job():\n    return 1 / 0", "job() of", "in job"),
+        ("def job():\n    raise SystemExit(3)", "SystemExit", "in job"),
+        ("import no_such_module_anywhere", "importing 'training.py' raised ModuleNotFoundError", "in <module>"),
+        ("def job(:\n    pass", "raised SyntaxError", "training.py:"),
+    ],
+)
+def test_what_a_file_raises_is_named_with_the_user_s_line(tmp_path, source, part, where):
+    with pytest.raises(PlanError) as caught:
+        load_target(str(write(tmp_path, source)))
+    assert part in caught.value.what
+    assert where in caught.value.got
+    assert "training.py:" in caught.value.got
+    assert caught.value.__cause__ is not None
+
+
+def test_an_error_of_ours_is_shown_as_it_is(tmp_path):
+    path = write(tmp_path, "def job():\n    return snugfit.Job(5, 5, 5, 5)")
+    with pytest.raises(PlanError, match="cannot be called"):
+        load_target(str(path))
+
+
+@pytest.mark.parametrize("source", ["def job():\n    return 5", "def job():\n    make()", "job = 5"])
+def test_what_is_no_job_is_refused(tmp_path, source):
+    with pytest.raises(PlanError, match=r"did not return a job|neither a job nor a function"):
+        load_target(str(write(tmp_path, source)))
+
+
+def test_only_a_config_takes_a_task(tmp_path):
+    with pytest.raises(PlanError, match=r"only a config\.json"):
+        load_target(str(write(tmp_path, "def job():\n    return make()")), task="causal-lm")
+    with pytest.raises(PlanError, match=r"cannot read the configuration"):
+        load_target(str(tmp_path / "config.json"), task="causal-lm")
+
+
+def test_the_user_s_line_is_the_last_one_outside_of_installed_packages():
+    def fails():
+        nn.Linear(2, 2)("not a tensor")
+
+    with pytest.raises(TypeError) as caught:
+        fails()
+    assert users_line(caught.value) == f"test_targets.py:{fails.__code__.co_firstlineno + 1} in fails"
+    assert users_line(ValueError("never raised")) is None
