@@ -29,6 +29,7 @@ from snugfit.errors import UnsupportedError
 from snugfit.memory import torch_private
 from snugfit.memory.module_stack import ModuleStack
 
+_CHANGES_STORAGE = ("resize_", "resize_as_", "set_")
 _HOST = -1
 "Stands for a storage that is not on the traced device."
 
@@ -100,6 +101,7 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         self._modules = ModuleStack(self.adopt)
         self._owners: dict[int, str] = {}
         self._views: dict[Any, bool] = {}
+        self._writes: dict[Any, bool] = {}
         self._cpu = torch.device("cpu")
         self._meta = torch.device("meta")
 
@@ -220,7 +222,10 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             return super().__torch_dispatch__(func, types, args, kwargs or {})
         self._depth += 1
         try:
-            result = super().__torch_dispatch__(func, types, args, kwargs or {})
+            if self._only_writes(func) and self.phase in ("backward", "optimizer") and _has_dimensions(args[0]):
+                result = args[0] if func._schema.returns else None
+            else:
+                result = super().__torch_dispatch__(func, types, args, kwargs or {})
         except torch_private.FAKE_ERRORS as error:
             raise self._refusal(str(func), error) from error
         finally:
@@ -237,7 +242,7 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             self._backward_ran = False
         if self._on_op is not None:
             self._on_op(name, phase, self)
-        fresh = False
+        fresh, place = False, None
         host = self._host_scalars and name == "lift_fresh.default"
         for tensor in _tensors(result):
             if type(tensor) is not torch_private.Fake:
@@ -251,7 +256,8 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             else:
                 fresh = True
                 index = self._birth(storage.nbytes(), self._category(phase), name)
-                self.recording.births[index].place = self._place(args)
+                place = self._place(args) if place is None else place
+                self.recording.births[index].place = place
                 self._watch(storage, key, index)
         if fresh or not self._is_view(func):
             self.recording.work.append((len(self.recording.events), _work(func, phase, args, kwargs, result)))
@@ -332,6 +338,20 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             self._views[func] = bool(func.is_view) or func.__name__ in ("detach.default", "_unsafe_view.default")
         return self._views[func]
 
+    def _only_writes(self, func: Any) -> bool:
+        """Whether an operation does no more than write into its first argument: fake tensors need not run it.
+
+        Autograd's and the optimizers' in-place operations are a half of all; their shapes are right.
+        """
+        if func not in self._writes:
+            returns = func._schema.returns
+            alias = returns[0].alias_info if len(returns) == 1 else None
+            writes = func._schema.is_mutable and (not returns or (alias is not None and alias.is_write))
+            name = func._schema.name.partition("::")[2]
+            in_place = name.endswith("_") and name not in _CHANGES_STORAGE and torch.Tag.inplace_view not in func.tags
+            self._writes[func] = writes and in_place
+        return self._writes[func]
+
     def _refusal(self, op: str, error: Exception) -> UnsupportedError:
         module = self.module or "the step itself"
         return UnsupportedError(
@@ -356,6 +376,12 @@ def _tensors(result: Any) -> Sequence[Tensor]:
             if isinstance(item, Tensor)
         ]
     return ()
+
+
+def _has_dimensions(value: Any) -> bool:
+    """Whether a tensor, or the first of a list, is no scalar: of scalars fake tensors may know the value."""
+    first = next(iter(_tensors(value)), None)
+    return first is not None and first.dim() > 0
 
 
 def _work(func: Any, phase: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Work:

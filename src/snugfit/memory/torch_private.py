@@ -176,13 +176,13 @@ def profiled_memory(mark_prefix: str) -> Iterator[list[MemoryEvent]]:
     events: list[MemoryEvent] = []
     # Kineto reads its log level once, at its first use, and writes two lines to stderr at the default one.
     with mock.patch.dict(os.environ, {"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99")}):
-        profiler = torch.autograd.profiler.profile(profile_memory=True)
+        profiler: Any = torch.autograd.profiler.profile(profile_memory=True)
         profiler.__enter__()
     try:
         yield events
     finally:
         profiler.__exit__(None, None, None)
-    results: Any = profiler.kineto_results
+    results = profiler.kineto_results
     stack: list[tuple[Any, tuple[str, ...]]] = [(node, ()) for node in results.experimental_event_tree()]
     while stack:
         node, scopes = stack.pop()

@@ -3,6 +3,7 @@
 Entry point: ``check``. Nothing is changed here; the ranges of single options are ``jobs``'s.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -118,6 +119,16 @@ def size_and_precision(plan: Plan | None, micro_batch_size: int | None, name: st
                 hint=f"leave {field} out, or change the plan with dataclasses.replace",
             )
     return plan.micro_batch_size, plan.precision
+
+
+def warn_of_lone_ranks(is_wrapped: bool, world_size: int) -> None:
+    """Warn where several processes run but nothing reduces their gradients."""
+    if world_size > 1 and not is_wrapped:
+        warnings.warn(
+            f"{world_size} processes run, but the model is not wrapped in DDP: each trains a model of its own; wrap it "
+            "in torch.nn.parallel.DistributedDataParallel",
+            stacklevel=4,
+        )
 
 
 def check_state(state: Mapping[str, Any], num_optimizers: int, num_schedulers: int) -> None:

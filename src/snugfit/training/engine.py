@@ -83,6 +83,7 @@ class Engine:
         self._device = next(model.parameters()).device
         self._wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
         self._ranks = distributed.world_size() if self._wrapped else 1
+        admission.warn_of_lone_ranks(self._wrapped, distributed.world_size())
         self._snapshots = recovery.Snapshots(model, self._device)
         self._recompute = checkpointing.apply(model, plan.recompute) if plan is not None and plan.recompute else None
         self.hooks = Hooks(
@@ -278,8 +279,10 @@ class Engine:
         try:
             result = self.run(micro_batches, counts, num_dropped)
         except Exception as error:
-            if not recovery.is_out_of_memory(error) or self._wrapped:
+            if not recovery.is_out_of_memory(error):
                 raise
+            if self._wrapped:
+                raise recovery.not_retried(error, "under DDP, whose ranks would have to agree on it") from error
             failure = f"{type(error).__name__}: {error}"
         else:
             return result, ""

@@ -47,6 +47,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
+def not_retried(error: BaseException, where: str) -> DeviceMemoryError:
+    """The named error for an out-of-memory error that no smaller micro-batch is tried for."""
+    return DeviceMemoryError(
+        f"the device ran out of memory {where}",
+        got=f"{type(error).__name__}: {error}",
+        expected="memory for one micro-batch",
+        hint="use a smaller micro_batch_size; only engine.step and step_window in one process try again by themselves",
+    )
+
+
 class Snapshots:
     """Random states and buffers of a model before a window, and the way back.
 

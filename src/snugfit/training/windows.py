@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from snugfit.errors import DeviceMemoryError, PlanError
+from snugfit.errors import PlanError
 from snugfit.training import recovery, splitting
 from snugfit.training.step import Outcome, Window
 from snugfit.training.weighting import Number
@@ -137,12 +137,7 @@ class HandWindow:
         try:
             if error is not None:
                 if recovery.is_out_of_memory(error):
-                    raise DeviceMemoryError(
-                        "the device ran out of memory inside of a window that is driven by hand",
-                        got=f"{type(error).__name__}: {error}",
-                        expected="memory for one micro-batch",
-                        hint="use a smaller micro_batch_size; engine.step retries by itself, a loop by hand cannot",
-                    ) from error
+                    raise recovery.not_retried(error, "inside of a window that is driven by hand") from error
                 return
             if not self._is_over:
                 raise PlanError(

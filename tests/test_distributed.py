@@ -1,0 +1,240 @@
+"""Two gloo processes: counts, losses and decisions are those of one process with the whole batch."""
+
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import multiprocessing
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from models import LinearStack, Weight, mean_product, regression_batch
+from snugfit import DeviceMemoryError, Loss, Plan, PlanError, UnsupportedError
+from snugfit.training import distributed
+from snugfit.training.engine import Engine
+from tolerances import FLOAT64
+
+TIMEOUT = 60
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What every scenario returns on each of two ranks; the two processes are started once for all of them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=one_rank, args=(rank, str(folder))) for rank in range(RANKS)]
+    deadline = time.monotonic() + TIMEOUT
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(max(deadline - time.monotonic(), 0.1))
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+    found = [torch.load(folder / f"result{rank}", weights_only=True) for rank in range(RANKS)]
+    return {name: [result[name] for result in found] for name in found[0]}
+
+
+def one_rank(rank, folder):
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT))
+    results = {}
+    for scenario in (c003, c022, c111, uneven, drifting, out_of_memory):
+        try:
+            results[scenario.__name__] = scenario(rank)
+        except Exception:
+            results[scenario.__name__] = traceback.format_exc()
+    torch.save(results, f"{folder}/result{rank}")
+    dist.destroy_process_group()
+
+
+class Keep(torch.optim.SGD):
+    """Plain SGD that keeps the first gradient of every step."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=1.0)
+        self.seen = []
+
+    def step(self, closure=None):
+        self.seen.append(next(p.grad for group in self.param_groups for p in group["params"]).clone())
+        super().step()
+
+
+def engine_of(model, loss=mean_product, **settings):
+    keep = Keep(model)
+    return Engine(DistributedDataParallel(model), keep, loss=loss, **settings), keep
+
+
+def c003(rank):
+    found = []
+    micro_batches = [torch.tensor([6.0]), torch.ones(3)]
+
+    def reported(model, micro_batch):
+        return Loss(
+            model(micro_batch).sum(),
+            torch.tensor(len(micro_batch)),
+            metrics={"x": (micro_batch.sum(), len(micro_batch))},
+        )
+
+    for loss in (mean_product, reported):
+        engine, keep = engine_of(Weight(), loss)
+        result = engine.step_window([micro_batches[rank]])
+        engine.check_ranks()
+        found += [float(keep.seen[0]), float(result.loss), float(result.count), float(result.grad_norm)]
+    return [*found, float(result.metrics["x"])]
+
+
+def test_c003_the_gradient_and_the_logged_loss_are_means_over_the_counted_units_of_all_ranks(ranks):
+    for found in ranks["c003"]:
+        assert found == [2.25, 2.25, 4.0, 2.25] * 2 + [2.25]
+
+
+def c111(rank):
+    engine, keep = engine_of(Weight())
+    reductions = []
+    engine.model.register_comm_hook(None, counting_hook(reductions))
+    numbers = [(1.0, 3.0), (2.0, 5.0)][rank]
+    engine.step_window([torch.tensor([x]) for x in numbers])
+    first, once = float(keep.seen[0]), len(reductions)
+    every, kept = engine_of(Weight(), plan=Plan(batch_size=4, micro_batch_size=1, world_size=2, sync="micro"))
+    every.step_window([torch.tensor([x]) for x in numbers])
+    engine.check_ranks()
+    return [first, once, float(kept.seen[0])]
+
+
+def counting_hook(reductions):
+    def hook(state, bucket):
+        reductions.append(1)
+        future = dist.all_reduce(bucket.buffer() / RANKS, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    return hook
+
+
+def test_c111_and_c109_gradients_are_reduced_once_in_the_last_micro_step(ranks):
+    for found in ranks["c111"]:
+        assert found == [2.75, 1, 2.75]
+
+
+def uneven(rank):
+    """Unequal numbers and sizes of micro-batches, an empty last one, one rank's overflow, an empty rank."""
+    torch.manual_seed(0)
+    model = LinearStack().double()
+    batch = regression_batch(7, torch.float64)
+    keep = Keep(model)
+
+    def loss(model, micro_batch):
+        error = model(micro_batch["x"]) - micro_batch["y"]
+        return (error.square().mean(1) * micro_batch["w"]).sum() / micro_batch["w"].sum()
+
+    batch["w"] = torch.tensor([1.0, 2.0, 0.0, 1.0, 1.0, 3.0, 0.0], dtype=torch.float64)
+    wanted = torch.autograd.grad(loss(model, batch), next(model.parameters()))[0]
+    engine = Engine(DistributedDataParallel(model), keep, loss=loss, count=lambda m: m["w"].sum())
+    cuts = [[(0, 1), (1, 2), (2, 3)], [(3, 5), (5, 7)]][rank]
+    parts = [{key: value[a:b] for key, value in batch.items()} for a, b in cuts]
+    before = [p.detach().clone() for p in model.parameters()]
+    engine.step_window(parts)
+    error = float((keep.seen[0] - wanted).norm() / wanted.norm())
+    bad = [{**parts[0], "y": parts[0]["y"] * (float("nan") if rank == 1 else 1.0)}]
+    skipped = engine.step_window(bad)
+    moved = [p.detach().clone() for p in model.parameters()]
+    engine.check_ranks()
+    empty = {**parts[0], "w": parts[0]["w"] * (0.0 if rank == 1 else 1.0)}
+    refused = False
+    try:
+        engine.step_window([empty])
+    except UnsupportedError:
+        refused = True
+    both = engine.step_window([{**parts[0], "w": parts[0]["w"] * 0}])
+    return [error, skipped.reason, both.reason, refused, torch.equal(moved[0], before[0])]
+
+
+def test_unequal_micro_batches_give_the_full_batch_s_gradient_and_all_ranks_decide_alike(ranks):
+    for error, skipped, both, refused, same in ranks["uneven"]:
+        assert error <= FLOAT64
+        assert (skipped, both, refused, same) == ("non-finite gradient", "empty", True, False)
+
+
+def drifting(rank):
+    model = LinearStack()
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=mean_product)
+    with torch.no_grad():
+        model.layers[1].weight.fill_(float(rank))
+        model.layers[2].bias.fill_(1.0)
+        for parameter in (*model.layers[0].parameters(), model.layers[1].bias, model.layers[2].weight):
+            parameter.zero_()
+    try:
+        engine.check_ranks()
+    except PlanError as error:
+        return list(error.names)
+    return []
+
+
+def test_ranks_that_drifted_apart_are_told_which_weights_differ(ranks):
+    for names in ranks["drifting"]:
+        assert names == ["layers.1.weight"]
+
+
+def c022(rank):
+    engine, _ = engine_of(Weight())
+    optimizer = engine.optimizers[0]
+    engine.schedulers = (LambdaLR(optimizer, lambda step: 1 - step / 4),)
+    rates = [engine.step_window(window).lr[0] for window in engine.windows([torch.ones(1)] * 8, 2)]
+    return [*rates, optimizer.param_groups[0]["lr"]]
+
+
+def test_c022_the_scheduler_moves_once_per_update_on_two_ranks_too(ranks):
+    assert ranks["c022"] == [[1.0, 0.75, 0.5, 0.25, 0.0]] * RANKS
+
+
+def out_of_memory(rank):
+    def loss(model, micro_batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    engine, _ = engine_of(Weight(), loss)
+    try:
+        engine.step(torch.ones(4))
+    except DeviceMemoryError as error:
+        return str(error)
+    return ""
+
+
+def test_an_out_of_memory_error_under_ddp_is_named_and_not_retried(ranks):
+    for message in ranks["out_of_memory"]:
+        assert "DDP" in message
+
+
+def test_one_process_is_one_rank_and_agrees_with_itself():
+    assert distributed.world_size() == 1
+    distributed.check_ranks(LinearStack())
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_ddp_that_fixes_its_reductions_is_refused_by_name(static, tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = Weight()
+        wrapped = DistributedDataParallel(model, static_graph=static)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if static:
+            with pytest.raises(UnsupportedError, match="static_graph"):
+                Engine(wrapped, optimizer, loss=mean_product)
+        else:
+            engine = Engine(wrapped, optimizer, loss=mean_product, micro_batch_size=1)
+            assert not engine.step(torch.ones(2)).skipped
+            assert engine.close() is model
+    finally:
+        dist.destroy_process_group()
