@@ -25,6 +25,7 @@ from models import (
 from snugfit import DeviceMemoryError, Loss
 from snugfit.training.engine import Engine
 from snugfit.training.recovery import Snapshots, is_out_of_memory, random_states, set_random_states
+from snugfit.training.splitting import split
 from tolerances import CUT_FLOAT32
 
 CPU_MESSAGE = (
@@ -75,7 +76,8 @@ def test_an_error_that_is_already_named_is_not_retried_whatever_its_cause():
 def test_the_cpu_allocator_s_real_error_is_recognised():
     script = textwrap.dedent("""
         import resource, torch
-        from snugfit.training.recovery import is_out_of_memory
+        from snugfit.training.splitting import split
+from snugfit.training.recovery import is_out_of_memory
         resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))
         try:
             torch.empty(2**33, dtype=torch.uint8)
@@ -213,9 +215,8 @@ def test_random_states_and_buffers_are_those_of_a_run_that_started_with_the_smal
             seed(1)
         model = Model()
         batches = [{"x": torch.randn(4, 3, 6, 6), "y": torch.randn(4, 2)} for _ in range(3)]
-        engine = make(model, loss, micro_batch_size=2)
-        engine.step(batches[0])
-        engine.micro_batch_size = micro  # the window that fails is not the first
+        engine = make(model, loss, micro_batch_size=micro)
+        engine.step_window(split(batches[0], 2))  # the window that fails is not the first
         results = [engine.step(batch).loss for batch in batches[1:]]
         return [*state_of(model), *results, torch.rand(1)]
 

@@ -29,7 +29,6 @@ from snugfit.errors import UnsupportedError
 from snugfit.memory import torch_private
 from snugfit.memory.module_stack import ModuleStack
 
-_CHANGES_STORAGE = ("resize_", "resize_as_", "set_")
 _HOST = -1
 "Stands for a storage that is not on the traced device."
 
@@ -85,7 +84,7 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, *, on_op: Callable[[str, str, "Recorder"], None] | None = None, host_scalars: bool) -> None:
-        super().__init__(allow_non_fake_inputs=True)
+        super().__init__()
         self.recording = Recording()
         self.window = 0
         self._on_op = on_op
@@ -225,7 +224,7 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             if self._only_writes(func) and self.phase in ("backward", "optimizer") and _has_dimensions(args[0]):
                 result = args[0] if func._schema.returns else None
             else:
-                result = super().__torch_dispatch__(func, types, args, kwargs or {})
+                result = self.run(func, types, args, kwargs or {})
         except torch_private.FAKE_ERRORS as error:
             raise self._refusal(str(func), error) from error
         finally:
@@ -339,17 +338,9 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         return self._views[func]
 
     def _only_writes(self, func: Any) -> bool:
-        """Whether an operation does no more than write into its first argument: fake tensors need not run it.
-
-        Autograd's and the optimizers' in-place operations are a half of all; their shapes are right.
-        """
+        """Whether an operation need not run: autograd's and the optimizers' in-place ones are a half of all."""
         if func not in self._writes:
-            returns = func._schema.returns
-            alias = returns[0].alias_info if len(returns) == 1 else None
-            writes = func._schema.is_mutable and (not returns or (alias is not None and alias.is_write))
-            name = func._schema.name.partition("::")[2]
-            in_place = name.endswith("_") and name not in _CHANGES_STORAGE and torch.Tag.inplace_view not in func.tags
-            self._writes[func] = writes and in_place
+            self._writes[func] = torch_private.only_writes(func)
         return self._writes[func]
 
     def _refusal(self, op: str, error: Exception) -> UnsupportedError:

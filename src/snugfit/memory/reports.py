@@ -31,6 +31,19 @@ MARGIN_BYTES = 6 * sizes.GIB // 10
 CPU_MARGIN_FRACTION = 0.10
 
 
+def margin_bytes(peak_reserved_bytes: int, device: str, label: str = "modelled") -> int:
+    """What is kept free beside a peak, in bytes.
+
+    ``max(5 %, 0.6 GiB)`` on an accelerator, and 10 % on the CPU, whose heap needs 4 to 10 % more than the tensors in
+    it; nothing for a measurement on an accelerator.
+    """
+    if label == "GPU-measured":
+        return 0
+    if device == "cpu":
+        return int(peak_reserved_bytes * CPU_MARGIN_FRACTION)
+    return max(int(peak_reserved_bytes * MARGIN_FRACTION), MARGIN_BYTES)
+
+
 @dataclass(frozen=True, slots=True)
 class PeakAt:
     """The moment of the peak: which window (from 1), phase, module (fully qualified name) and operation."""
@@ -84,16 +97,8 @@ class MemoryReport:
 
     @property
     def margin_bytes(self) -> int:
-        """What is kept free beside the peak because a modelled number may be too small.
-
-        ``max(5 %, 0.6 GiB)`` on an accelerator and 10 % on the CPU, whose heap needs 4 to 10 % more than the
-        tensors in it; nothing for a measurement on an accelerator.
-        """
-        if self.label == "GPU-measured":
-            return 0
-        if self.device == "cpu":
-            return int(self.peak_reserved_bytes * CPU_MARGIN_FRACTION)
-        return max(int(self.peak_reserved_bytes * MARGIN_FRACTION), MARGIN_BYTES)
+        """What is kept free beside the peak because a modelled number may be too small; see ``margin_bytes``."""
+        return margin_bytes(self.peak_reserved_bytes, self.device, self.label)
 
     @property
     def needed_bytes(self) -> int:

@@ -88,26 +88,27 @@ class Trace:
         start = max(position for position, name in self.recording.marks if name == "window")
         return tuple(work for position, work in self.recording.work if position >= start)
 
-    def report(self) -> MemoryReport:
-        """Replay the events through the device's allocator and name the peak and its holders."""
-        recording = self.recording
-        sizes = [birth.num_bytes for birth in recording.births]
+    def peaks(self) -> allocator.Simulation:
+        """Replay the events through the device's allocator; the CPU has none, there blocks are what was asked for."""
+        sizes = [birth.num_bytes for birth in self.recording.births]
         if self.device.kind == "cuda":
-            replay = allocator.simulate(sizes, recording.events)
-            blocks: Sequence[int] = replay.block_bytes
-            peak, reserved, at = replay.peak_allocated_bytes, replay.peak_reserved_bytes, replay.peak_index
-        else:
-            blocks = sizes
-            peak, at = _peak(sizes, recording.events)
-            reserved = peak
+            return allocator.simulate(sizes, self.recording.events)
+        peak, at = _peak(sizes, self.recording.events)
+        return allocator.Simulation(peak, peak, at, sizes)
+
+    def report(self) -> MemoryReport:
+        """Name the peak and who holds it."""
+        recording = self.recording
+        replay = self.peaks()
+        blocks, at = replay.block_bytes, replay.peak_index
         phases = {name: _by_category(recording, blocks, _last(recording, mark)) for name, mark in _MARKS.items()}
         birth = recording.births[recording.events[at] - 1]
         at_backward_end = _by_category(recording, blocks, _last(recording, "backward end"))
         return MemoryReport(
             device=self.device.name,
             label="modelled",
-            peak_allocated_bytes=peak,
-            peak_reserved_bytes=reserved,
+            peak_allocated_bytes=replay.peak_allocated_bytes,
+            peak_reserved_bytes=replay.peak_reserved_bytes,
             static_bytes=sum(at_backward_end.get(category, 0) for category in _STATIC),
             context_bytes=self.device.context_bytes,
             by_category=_by_category(recording, blocks, at + 1),

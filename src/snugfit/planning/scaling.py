@@ -15,7 +15,7 @@ from snugfit.errors import SnugfitError
 from snugfit.hardware import Device
 from snugfit.jobs import Job
 from snugfit.memory.recording import Birth, Recording, Work
-from snugfit.memory.reports import MemoryReport
+from snugfit.memory.reports import MemoryReport, margin_bytes
 from snugfit.memory.tracing import Trace, record_job
 from snugfit.planning import cost
 from snugfit.plans import Plan
@@ -74,6 +74,12 @@ class ScaledTrace:
     def report(self, micro_batch_size: int, num_micro_batches: int) -> MemoryReport:
         """The report of a window of that many micro-batches of that size."""
         return self._trace(micro_batch_size, num_micro_batches).report()
+
+    def needed_bytes(self, micro_batch_size: int, num_micro_batches: int) -> int:
+        """``needed_bytes`` of that report, without making it."""
+        reserved = self._trace(micro_batch_size, num_micro_batches).peaks().peak_reserved_bytes
+        device = self.base.device
+        return reserved + device.context_bytes + margin_bytes(reserved, device.name)
 
     def step_time(self, micro_batch_sizes: Sequence[int]) -> float:
         """Modelled seconds of one update made of micro-batches of these sizes."""

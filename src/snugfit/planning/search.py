@@ -137,6 +137,16 @@ class _Search:
         self.candidates[plan] = candidate
         return candidate
 
+    def _fits(self, plan: Plan) -> bool:
+        """Whether a plan would be judged to fit, without making a candidate of it."""
+        if plan in self.candidates:
+            return self.candidates[plan].fits
+        family = self._family(plan)
+        if family is None:
+            return self._exact(plan).fits
+        needed = family.needed_bytes(plan.micro_batch_size, plan.accumulation_steps)
+        return needed + self._surplus.get(_family_of(plan), 0) <= self.budget_bytes
+
     def _judge(self, plan: Plan) -> Candidate:
         """A candidate judged by the traces of its family."""
         if plan in self.candidates:
@@ -175,18 +185,20 @@ class _Search:
         share = plan.samples_per_rank if largest is None else largest
         if "micro_batch_size" in self.fixed:
             return self._judge(plan)
-        whole = self._judge(replace(plan, micro_batch_size=share))
-        if whole.fits or share == 1:
-            return whole
+        whole = replace(plan, micro_batch_size=share)
+        if share == 1 or self._fits(whole):
+            return self._judge(whole)
         fitting, failing = 0, share
         while failing - fitting > 1:
             middle = (fitting + failing) // 2
-            if self._judge(replace(plan, micro_batch_size=middle)).fits:
+            if self._fits(replace(plan, micro_batch_size=middle)):
                 fitting = middle
             else:
                 failing = middle
         if fitting == 0:
             return self._judge(replace(plan, micro_batch_size=1))
+        if failing <= share:
+            self._judge(replace(plan, micro_batch_size=failing))  # the reasons say what one sample more would need
         sizes_tried = options.micro_batch_sizes(plan.samples_per_rank, fitting)[:_SIZES_TIMED]
         tried = [self._judge(replace(plan, micro_batch_size=size)) for size in sizes_tried]
         tried = [candidate for candidate in tried if candidate.fits]

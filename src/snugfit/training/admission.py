@@ -4,7 +4,7 @@ Entry point: ``check``. Nothing is changed here; the ranges of single options ar
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -129,23 +129,6 @@ def warn_of_lone_ranks(is_wrapped: bool, world_size: int) -> None:
             "in torch.nn.parallel.DistributedDataParallel",
             stacklevel=4,
         )
-
-
-def check_state(state: Mapping[str, Any], num_optimizers: int, num_schedulers: int) -> None:
-    """Refuse a saved state that does not fit the engine.
-
-    Raises:
-        PlanError: Another number of optimizers or schedulers, or entries that are missing.
-    """
-    for name, number in (("optimizers", num_optimizers), ("schedulers", num_schedulers)):
-        saved = len(state.get(name, ()))
-        if saved != number:
-            raise PlanError(
-                f"a saved state has another number of {name}",
-                got=f"{saved} saved, {number} here",
-                expected="the same",
-                hint="build the engine as it was built when the state was saved",
-            )
 
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from snugfit.errors import DeviceMemoryError, PlanError
 from snugfit.jobs import Count, LossScale, check_training_options
 from snugfit.plans import Plan
-from snugfit.training import admission, checkpointing, counting, distributed, precision, recovery, splitting, windows
+from snugfit.training import (
+    admission,
+    checkpointing,
+    counting,
+    distributed,
+    precision,
+    recovery,
+    splitting,
+    state,
+    windows,
+)
 from snugfit.training import nonfinite as nonfinite_policy
 from snugfit.training.precision import Scaler
 from snugfit.training.step import Hooks, Outcome, Window, run_window
@@ -70,15 +80,14 @@ class Engine:
         self.model, self.plan = model, plan
         self.optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
         self.schedulers = admission.schedulers(scheduler)
-        self.micro_batch_size, self.precision = admission.size_and_precision(plan, micro_batch_size, precision)
+        size, self.precision = admission.size_and_precision(plan, micro_batch_size, precision)
         admission.check(model, self.optimizers, plan, self.precision, nonfinite)
-        self.step_count = self.micro_step_count = self.sample_count = 0
+        self._progress = state.Progress(micro_batch_size=size)
         self._loss, self._count, self._split = loss, count, split
         self._counter = counting.resolve(count, splitting.num_samples)
         self._max_grad_norm = max_grad_norm
-        self._max_skipped_windows, self._skipped_in_a_row = max_skipped_windows, 0
+        self._max_skipped_windows = max_skipped_windows
         self._scaler = Scaler(loss_scale or LossScale()) if self.precision == "16-mixed" else None
-        self._reference: Number = 1.0
         self._in_window = self._labels_looked_at = False
         self._device = next(model.parameters()).device
         self._wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
@@ -95,6 +104,26 @@ class Engine:
             move=self._move,
         )
 
+    @property
+    def step_count(self) -> int:
+        """Updates done; schedules and logs count these."""
+        return self._progress.steps
+
+    @property
+    def micro_step_count(self) -> int:
+        """Micro-batches that went into updates."""
+        return self._progress.micro_steps
+
+    @property
+    def sample_count(self) -> int:
+        """Samples of this rank that went into updates."""
+        return self._progress.samples
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Samples of a micro-batch of ``step``; smaller after an out-of-memory error. None: the whole batch."""
+        return self._progress.micro_batch_size
+
     def step(self, batch: Any) -> StepResult:
         """Make one update from the full batch of this rank, which is cut here and moved piece by piece.
 
@@ -106,11 +135,11 @@ class Engine:
             DeviceMemoryError: A single sample does not fit, or the optimizer's update ran out of memory.
             NonFiniteError: See ``nonfinite`` and ``max_skipped_windows``.
         """
-        size = self.micro_batch_size
+        size = self._progress.micro_batch_size
         while True:
             result, failure = self._attempt(*self.prepare(batch, size))
             if result is not None:
-                self.micro_batch_size = size
+                self._progress.micro_batch_size = size
                 return result
             size = self._halved(size if size is not None else splitting.num_samples(batch), failure)
 
@@ -191,7 +220,7 @@ class Engine:
             micro_batches = list(batch_or_micro_batches)
             counts = [self._counter(micro_batch) for micro_batch in micro_batches]
         else:
-            micro_batches, counts = self.prepare(batch_or_micro_batches, self.micro_batch_size)
+            micro_batches, counts = self.prepare(batch_or_micro_batches, self._progress.micro_batch_size)
         rates, samples = self._rates(), self._samples_of(micro_batches)
 
         def finish(outcome: Outcome) -> StepResult:
@@ -222,36 +251,16 @@ class Engine:
             PlanError: Inside of a window.
         """
         self._refuse_inside("state_dict")
-        state = {
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
-            "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "counters": [self.step_count, self.micro_step_count, self.sample_count, self._skipped_in_a_row],
-            "reference": self._reference,
-            "micro_batch_size": self.micro_batch_size,
-            "random": recovery.random_states(self._device),
-        }
-        return {"model": checkpointing.unwrapped(self.model).state_dict(), **state} if model else state
+        return state.collect(self._parts(), self._progress, model)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned, random states included.
 
         Raises:
             PlanError: Inside of a window, or a state of another number of optimizers or schedulers.
         """
         self._refuse_inside("load_state_dict")
-        admission.check_state(state, len(self.optimizers), len(self.schedulers))
-        if "model" in state:
-            checkpointing.unwrapped(self.model).load_state_dict(state["model"])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        for scheduler, saved in zip(self.schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(saved)
-        if self._scaler is not None and state["scaler"] is not None:
-            self._scaler.load_state_dict(state["scaler"])
-        self.step_count, self.micro_step_count, self.sample_count, self._skipped_in_a_row = state["counters"]
-        self._reference, self.micro_batch_size = state["reference"], state["micro_batch_size"]
-        recovery.set_random_states(state["random"], self._device)
+        state.load(self._parts(), self._progress, state_dict)
 
     def check_ranks(self) -> None:
         """Check that all ranks hold the same weights, bit for bit.
@@ -317,7 +326,7 @@ class Engine:
             "device_type": self._device.type,
             "loss_scale": None if self._scaler is None else self._scaler.scale,
             "max_grad_norm": self._max_grad_norm,
-            "reference": self._reference,
+            "reference": self._progress.reference,
         }
 
     def _finish(self, outcome: Outcome, rates: tuple[Any, ...], samples: int, num_dropped: int) -> StepResult:
@@ -325,20 +334,20 @@ class Engine:
         scale = None if self._scaler is None else self._scaler.scale
         overflowed = outcome.reason == "non-finite gradient"
         if outcome.reported_count is not None:
-            self._reference = power_of_two(outcome.reported_count)
+            self._progress.reference = power_of_two(outcome.reported_count)
         if outcome.reason is None:
-            self.step_count += 1
-            self.micro_step_count += outcome.num_micro_batches
-            self.sample_count += samples
-            self._skipped_in_a_row = 0
+            self._progress.steps += 1
+            self._progress.micro_steps += outcome.num_micro_batches
+            self._progress.samples += samples
+            self._progress.skipped_in_a_row = 0
             for scheduler in self.schedulers:
                 scheduler.step()
         if self._scaler is not None and (overflowed or outcome.reason is None):
             self._scaler.update(overflowed)
         if overflowed:
-            self._skipped_in_a_row += 1
-            if self._skipped_in_a_row >= self._max_skipped_windows:
-                raise nonfinite_policy.too_many_skipped(self._skipped_in_a_row, self.step_count, scale)
+            self._progress.skipped_in_a_row += 1
+            if self._progress.skipped_in_a_row >= self._max_skipped_windows:
+                raise nonfinite_policy.too_many_skipped(self._progress.skipped_in_a_row, self.step_count, scale)
         return StepResult(
             step=self.step_count,
             loss=outcome.loss,
@@ -371,6 +380,10 @@ class Engine:
                 expected="a call between two windows",
                 hint="move the call behind the window's end",
             )
+
+    def _parts(self) -> state.Parts:
+        model = checkpointing.unwrapped(self.model)
+        return state.Parts(model, self.optimizers, self.schedulers, self._scaler, self._device)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return precision.autocast(self.precision, self._device)

@@ -1,55 +1,80 @@
-"""What an engine saves between two windows and goes on from.
+"""What lives from one window to the next, and how it is saved and loaded.
 
-Entry points: ``collect`` and ``load``. Tensors and built-in values only, so that ``torch.load`` needs no more than
-``weights_only``. Writing files is left out.
+Entry points: ``Progress``, ``collect`` and ``load``. A state holds tensors and built-in values only, so that
+``torch.load`` needs no more than ``weights_only``. Writing files is left out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
+from torch import nn
+
 from snugfit.errors import PlanError
-from snugfit.training import checkpointing, recovery
+from snugfit.training import recovery
+from snugfit.training.precision import Scaler
+from snugfit.training.weighting import Number
 
-_COUNTERS = ("step_count", "micro_step_count", "sample_count", "micro_batch_size")
+
+@dataclass(slots=True)
+class Progress:
+    """Counters of a run; a skipped window moves none but ``skipped_in_a_row``."""
+
+    steps: int = 0
+    micro_steps: int = 0
+    samples: int = 0
+    skipped_in_a_row: int = 0
+    reference: Number = 1.0
+    "R of a loss that reports its own count, from the last window's."
+    micro_batch_size: int | None = None
 
 
-def collect(engine: Any, model: bool) -> dict[str, Any]:
-    """Everything that the next windows of an engine depend on; with or without the weights."""
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The objects whose states belong to a run."""
+
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    schedulers: Sequence[Any]
+    scaler: Scaler | None
+    device: torch.device
+
+
+def collect(parts: Parts, progress: Progress, with_model: bool) -> dict[str, Any]:
+    """Everything that the next windows depend on."""
     state = {
-        "optimizers": [optimizer.state_dict() for optimizer in engine.optimizers],
-        "schedulers": [scheduler.state_dict() for scheduler in engine.schedulers],
-        "scaler": None if engine.scaler is None else engine.scaler.state_dict(),
-        "counters": {name: getattr(engine, name) for name in _COUNTERS},
-        "skipped_in_a_row": engine.skipped_in_a_row,
-        "reference": engine.reference,
-        "random": recovery.random_states(engine.device),
+        "optimizers": [optimizer.state_dict() for optimizer in parts.optimizers],
+        "schedulers": [scheduler.state_dict() for scheduler in parts.schedulers],
+        "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
+        "progress": asdict(progress),
+        "random": recovery.random_states(parts.device),
     }
-    return {"model": checkpointing.unwrapped(engine.model).state_dict(), **state} if model else state
+    return {"model": parts.model.state_dict(), **state} if with_model else state
 
 
-def load(engine: Any, state: Mapping[str, Any]) -> None:
+def load(parts: Parts, progress: Progress, state: Mapping[str, Any]) -> None:
     """Set what ``collect`` read, random states included.
 
     Raises:
         PlanError: The state is of another number of optimizers or schedulers; nothing is changed then.
     """
-    for name in ("optimizers", "schedulers"):
-        saved, ours = len(state[name]), len(getattr(engine, name))
-        if saved != ours:
+    for name, ours in (("optimizers", parts.optimizers), ("schedulers", parts.schedulers)):
+        if len(state[name]) != len(ours):
             raise PlanError(
                 f"a saved state has another number of {name}",
-                got=f"{saved} saved, {ours} here",
+                got=f"{len(state[name])} saved, {len(ours)} here",
                 expected="the same",
                 hint="build the engine as it was built when the state was saved",
             )
     if "model" in state:
-        checkpointing.unwrapped(engine.model).load_state_dict(state["model"])
-    for name in ("optimizers", "schedulers"):
-        for one, saved_state in zip(getattr(engine, name), state[name], strict=True):
-            one.load_state_dict(saved_state)
-    if engine.scaler is not None and state["scaler"] is not None:
-        engine.scaler.load_state_dict(state["scaler"])
-    for name in _COUNTERS:
-        setattr(engine, name, state["counters"][name])
-    engine.skipped_in_a_row, engine.reference = state["skipped_in_a_row"], state["reference"]
-    recovery.set_random_states(state["random"], engine.device)
+        parts.model.load_state_dict(state["model"])
+    for optimizer, saved in zip(parts.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    for scheduler, saved in zip(parts.schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(saved)
+    if parts.scaler is not None and state["scaler"] is not None:
+        parts.scaler.load_state_dict(state["scaler"])
+    for field in fields(progress):
+        setattr(progress, field.name, state["progress"][field.name])
+    recovery.set_random_states(state["random"], parts.device)

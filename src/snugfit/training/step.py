@@ -195,7 +195,8 @@ class Window:
         """Average and unscale the gradients, then clip and update, or skip and say why."""
         self._check_watched()
         loss, metrics, count, factor = self._totals()
-        gradients = [] if _is_zero(count) else [p.grad for p in self._parameters() if p.grad is not None]
+        parameters = [] if _is_zero(count) else [p for p in self._parameters() if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         reason = "empty" if _is_zero(count) else None if gradients else "no gradients"
         with _without_autocast(self._device_type):
             if self._loss_scale is not None:
@@ -208,7 +209,7 @@ class Window:
             if reason is None:
                 del gradients
                 if self._max_grad_norm is not None:
-                    clip_grads_with_norm_(self._parameters(), self._max_grad_norm, norm)
+                    clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
                 self._update()
         reported = count / self._ranks if self._reports else None
         return Outcome(loss, norm, count, len(self._counts), reason, metrics, reported)
