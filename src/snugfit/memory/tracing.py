@@ -126,15 +126,15 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
         job: What is trained.
         plan: How.
         device: What it is traced for.
-        windows: For each window the indices of the micro-batches that it runs. By default two windows, each of
-            two full micro-batches and the tail: later full ones repeat the second.
+        windows: For each window the indices of the micro-batches that it runs. By default two windows, the first
+            of two micro-batches, the second of two full ones and the tail: later full ones repeat the second.
     """
     batch = example.example_batch(job, plan.samples_per_rank)
     micro_batches, counts = build.prepare(job, batch, plan.micro_batch_size)
     assumptions = []
     if windows is None:
         shown = _representative(len(micro_batches), plan)
-        windows = [shown] * _WINDOWS
+        windows = [shown[:_FULL_MICRO_BATCHES], shown]
         if len(shown) < len(micro_batches):
             assumptions.append(
                 f"of {len(micro_batches)} micro-batches {len(shown)} are traced; the others repeat the second one"
@@ -174,7 +174,7 @@ def record(
     if cuda and device.compute_capability is None:
         assumptions.append("compute capability unknown, taken as 8.0: attention kernels and workspaces follow it")
     with ExitStack() as stack:
-        stack.enter_context(_collector_off())
+        stack.enter_context(collector_off())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         if cuda:
             stack.enter_context(
@@ -238,13 +238,20 @@ def _initialisers_off() -> Iterator[None]:
 
 
 @contextmanager
-def _collector_off() -> Iterator[None]:
-    """Keep Python's cycle collector out, so that a trace does not depend on when it runs."""
-    was_enabled = gc.isenabled()
+def collector_off() -> Iterator[None]:
+    """Keep Python's cycle collector out, so that a trace does not depend on when it runs.
+
+    What was there before is set aside meanwhile, so that collecting what traces left is quick.
+    """
+    was_enabled, frozen_before = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
+    if not frozen_before:
+        gc.freeze()
     try:
         yield
     finally:
+        if not frozen_before:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 

@@ -4,6 +4,7 @@ Entry point: ``plan``. Every combination is judged on a trace of the job's own s
 traced once more as it is. The time model is a roofline, so it ranks plans; it does not promise seconds.
 """
 
+import gc
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -70,7 +71,8 @@ def plan(
         UnsupportedError: An operation that cannot be traced, or an allowance that is not available yet.
     """
     search = _Search(job, device, batch_size, budget, world_size, fixed or {}, allow)
-    return search.run()
+    with tracing.collector_off():
+        return search.run()
 
 
 class _Search:
@@ -126,6 +128,7 @@ class _Search:
     def _exact(self, plan: Plan) -> Candidate:
         """A candidate traced as it is."""
         self._traced.add(plan)
+        gc.collect()  # the last trace's tensors hold each other
         trace = tracing.record_job(self.job, plan, self.device)
         report = trace.report()
         candidate = Candidate(
@@ -172,6 +175,7 @@ class _Search:
             try:
                 base = max(1, share // 4)
                 pair = (base, max(base + 1, share // 2))
+                gc.collect()
                 self._families[key] = ScaledTrace.record(self.job, plan, self.device, pair) if share > 1 else None
             except NotAffineError:
                 self._families[key] = None
@@ -302,7 +306,7 @@ class _Search:
         return reasons
 
 
-_SIZES_TIMED = 6
+_SIZES_TIMED = 4
 "Micro-batch sizes, from the largest that fits downwards, whose step time is compared."
 _EQUAL_TIME = 1.01
 "Ratio up to which two modelled step times are taken as equal."
