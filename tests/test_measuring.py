@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from snugfit.errors import UnsupportedError
-from snugfit.jobs import Job
+from snugfit.jobs import Job, Shared
 from snugfit.memory import torch_private
 from snugfit.memory.measuring import measure
 from snugfit.plans import Plan
@@ -94,6 +94,13 @@ def test_a_temporary_inside_of_a_kernel_is_counted():
     plan = Plan(batch_size=64, micro_batch_size=64)
     report = measure(Job(stack, transposed_loss, plain_sgd, batch), plan, "cpu")
     assert report.by_category["temporary"] > 2 * 4 * WIDTH * 64
+
+
+def test_a_given_batch_that_was_there_before_counts_with_what_all_micro_batches_share():
+    given = {"x": torch.rand(16, WIDTH), "target": Shared(torch.rand(1, WIDTH))}
+    job = Job(stack, linear_loss, plain_sgd, given, count=lambda micro_batch: len(micro_batch["x"]))
+    report = measure(job, Plan(batch_size=16, micro_batch_size=4), "cpu")
+    assert report.by_category["input"] == 4 * WIDTH * (16 + 1)
 
 
 def test_a_given_module_is_left_bit_equal():

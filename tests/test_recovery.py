@@ -1,6 +1,5 @@
 import gc
 import random
-import resource
 import subprocess
 import sys
 import textwrap
@@ -73,11 +72,18 @@ def test_an_error_that_is_already_named_is_not_retried_whatever_its_cause():
     assert not is_out_of_memory(named)
 
 
+def in_a_child(script):
+    """Run a script in a process of its own, whose memory it may limit."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_cpu_allocator_s_real_error_is_recognised():
-    script = textwrap.dedent("""
+    in_a_child("""
         import resource, torch
-        from snugfit.training.splitting import split
-from snugfit.training.recovery import is_out_of_memory
+        from snugfit.training.recovery import is_out_of_memory
         resource.setrlimit(resource.RLIMIT_DATA, (2**32, 2**32))
         try:
             torch.empty(2**33, dtype=torch.uint8)
@@ -87,9 +93,29 @@ from snugfit.training.recovery import is_out_of_memory
         else:
             raise SystemExit("nothing was refused")
     """)
-    assert resource.RLIMIT_DATA
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+
+
+def test_a_window_that_really_runs_out_of_memory_is_finished_with_smaller_micro_batches():
+    in_a_child("""
+        import resource, warnings, torch
+        from torch import nn
+        from snugfit import Engine
+
+        torch.set_num_threads(1)
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)])
+        batch = torch.randn(2**14, 64)
+        engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda m, x: m(x).square().mean())
+        engine.step_window([batch[:8]])
+        with open("/proc/self/status") as status:
+            used = next(int(line.split()[1]) for line in status if line.startswith("VmData")) * 1024
+        # the forward of the whole batch saves 16 tensors of 4 MiB
+        resource.setrlimit(resource.RLIMIT_DATA, (used + 24 * 2**20, used + 24 * 2**20))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = engine.step(batch)
+        assert caught and result.num_micro_batches >= 4, result
+        assert result.step == 2 and result.count == 2**14
+    """)
 
 
 def limited(limit, loss=mean_product, size=len):

@@ -162,8 +162,10 @@ def test_moving_rebuilds_containers_unwraps_shared_and_lets_other_objects_move_t
 
 
 def test_an_example_is_cut_or_repeated_to_another_size():
-    batch = {"x": column(3), "names": ["a", "b", "c"]}
+    table = Shared(torch.zeros(1, 2))
+    batch = {"x": column(3), "names": ["a", "b", "c"], "table": table}
     assert resize(batch, 2)["x"].tolist() == [0, 1]
     assert resize(batch, 5)["x"].tolist() == [0, 1, 2, 0, 1]
     assert resize(batch, 5)["names"] == ["a", "b", "c", "a", "b"]
     assert resize(batch, 3) is batch
+    assert resize(batch, 5)["table"] is table  # still shared, for the batch is still to be cut

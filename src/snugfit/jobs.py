@@ -73,7 +73,10 @@ class LossScale:
         for name, holds, rule in rules:
             if not holds:
                 raise PlanError(
-                    f"LossScale.{name} is outside of its range", got=f"{name}={getattr(self, name)!r}", expected=rule
+                    f"LossScale.{name} is outside of its range",
+                    got=f"{name}={getattr(self, name)!r}",
+                    expected=rule,
+                    hint="leave it out for its default",
                 )
 
 
@@ -116,12 +119,6 @@ class Job:
     seed: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("model", "loss", "optimizer"):
-            if not callable(getattr(self, name)):
-                kind = type(getattr(self, name)).__name__
-                raise PlanError(
-                    f"Job.{name} cannot be called", got=kind, expected="a function (or, as model, a module)"
-                )
         if hasattr(self.optimizer, "param_groups"):
             raise PlanError(
                 "Job.optimizer is an optimizer, not a function that makes one",
@@ -129,6 +126,18 @@ class Job:
                 expected="(model) -> torch.optim.Optimizer",
                 hint="write optimizer=lambda model: torch.optim.AdamW(model.parameters())",
             )
+        for name, form in (
+            ("model", "a module, or () -> module"),
+            ("loss", "(model, micro_batch) -> scalar"),
+            ("optimizer", "(model) -> torch.optim.Optimizer"),
+        ):
+            if not callable(getattr(self, name)):
+                raise PlanError(
+                    f"Job.{name} cannot be called",
+                    got=type(getattr(self, name)).__name__,
+                    expected=form,
+                    hint=f"pass a function as {name}",
+                )
         check_training_options(self.count, self.max_grad_norm, self.max_skipped_windows, self.nonfinite)
 
 
@@ -149,17 +158,22 @@ def check_training_options(
         )
     if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
         raise PlanError(
-            "max_grad_norm must be positive", got=f"max_grad_norm={max_grad_norm!r}", expected="> 0, or None"
+            "max_grad_norm must be positive",
+            got=f"max_grad_norm={max_grad_norm!r}",
+            expected="> 0, or None",
+            hint="pass max_grad_norm=1.0, or leave it out",
         )
     if not isinstance(max_skipped_windows, int) or max_skipped_windows < 1:
         raise PlanError(
             "max_skipped_windows must be at least 1",
             got=f"max_skipped_windows={max_skipped_windows!r}",
             expected=">= 1",
+            hint="leave it out for its default",
         )
     if nonfinite not in NONFINITE_POLICIES:
         raise PlanError(
             "unknown policy for non-finite gradients",
             got=f"nonfinite={nonfinite!r}",
             expected=" | ".join(map(repr, NONFINITE_POLICIES)),
+            hint='pass nonfinite="skip"',
         )

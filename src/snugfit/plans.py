@@ -8,6 +8,7 @@ import json
 import os
 import tempfile
 import warnings
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "sync": ("window", "micro"),
     "shard": ("none", "ddp", "fsdp"),
 }
+_TYPES: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
+    ("recompute", (tuple, list), "a tuple of snugfit.Segment"),
+    ("uneven", bool, "True or False"),
+    ("fingerprint", (str, type(None)), "a string or None"),
+)
 _COUNTS = ("batch_size", "micro_batch_size", "world_size", "loss_chunks")
 
 
@@ -46,7 +52,7 @@ class Segment:
 
     def __post_init__(self) -> None:
         given: Any = self.modules
-        names = (given,) if isinstance(given, str) else tuple(given)
+        names = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else ()
         if not names or not all(isinstance(name, str) for name in names):
             raise PlanError(
                 "a segment names no module",
@@ -108,9 +114,17 @@ class Plan:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             _check_count(name, getattr(self, name))
+        for name, type_, expected in _TYPES:
+            if not isinstance(getattr(self, name), type_):
+                raise PlanError(
+                    f"{name} has a wrong type",
+                    got=f"{name}={getattr(self, name)!r}",
+                    expected=expected,
+                    hint="leave it out for its default",
+                )
         for name, choices in _CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
-        if self.version != VERSION:
+        if self.version != VERSION or isinstance(self.version, bool):
             raise PlanError(
                 "the plan has another version of the schema",
                 got=f"version={self.version!r}",
@@ -164,11 +178,8 @@ class Plan:
         """
         known = {field.name for field in fields(cls)}
         values = dict(_mapping(values, "the plan", required={"batch_size", "micro_batch_size", "version"}, known=known))
-        if values["version"] == VERSION and isinstance(values.get("recompute", []), list):
-            values["recompute"] = tuple(_segment(item) for item in values.get("recompute", []))
-        for name, expected in (("uneven", bool), ("fingerprint", str | None), ("recompute", tuple)):
-            if name in values and not isinstance(values[name], expected):
-                raise PlanError(f"{name} has a wrong type in the plan", got=repr(values[name]), expected=str(expected))
+        if isinstance(values.get("recompute"), list):
+            values["recompute"] = tuple(_segment(item) for item in values["recompute"])
         return cls(**values)
 
     def to_json(self) -> str:
@@ -184,7 +195,7 @@ class Plan:
         """
         try:
             values = json.loads(document)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(
                 "the plan is not a JSON document",
                 got=f"{len(document)} characters; {error}",
@@ -208,7 +219,10 @@ class Plan:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                f"cannot read the plan {os.fspath(path)!r}", got=str(error), hint="check the path"
+                f"cannot read the plan {os.fspath(path)!r}",
+                got=str(error),
+                expected="a text file that Plan.save wrote",
+                hint="check the path",
             ) from error
         except PlanError as error:
             raise PlanError(
@@ -235,13 +249,23 @@ def write_atomically(path: Path, document: str) -> None:
 def _segment(item: object) -> Segment:
     values = _mapping(item, "a segment of recompute", required={"modules"}, known={"modules", "policy"})
     if not isinstance(values["modules"], list):
-        raise PlanError("modules of a segment is not a list", got=repr(values["modules"]), expected="a list of names")
+        raise PlanError(
+            "modules of a segment is not a list",
+            got=repr(values["modules"]),
+            expected="a list of module names",
+            hint='write "modules": ["encoder.layer.0"]',
+        )
     return Segment(tuple(values["modules"]), values.get("policy", "full"))
 
 
 def _mapping(values: object, what: str, *, required: set[str], known: set[str]) -> dict[str, Any]:
     if not isinstance(values, dict):
-        raise PlanError(f"{what} is not a JSON object", got=type(values).__name__, expected="an object with named keys")
+        raise PlanError(
+            f"{what} is not a JSON object",
+            got=type(values).__name__,
+            expected="an object with named keys",
+            hint="make the plan again with Plan.save",
+        )
     unknown, missing = sorted(set(values) - known), sorted(required - set(values))
     if unknown:
         raise PlanError(
@@ -251,7 +275,12 @@ def _mapping(values: object, what: str, *, required: set[str], known: set[str]) 
             hint=f"remove {unknown[0]!r}, or use the version of snugfit that wrote the file",
         )
     if missing:
-        raise PlanError(f"{what} lacks keys: {', '.join(map(repr, missing))}", expected=f"at least {sorted(required)}")
+        raise PlanError(
+            f"{what} lacks keys: {', '.join(map(repr, missing))}",
+            got=f"keys {', '.join(sorted(map(str, values)))}",
+            expected=f"at least {', '.join(sorted(required))}",
+            hint="make the plan again with Plan.save",
+        )
     return values
 
 

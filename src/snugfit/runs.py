@@ -96,7 +96,9 @@ def train(
             hint="start afresh with resume=False",
         )
     if not isinstance(steps, int) or steps < 1:
-        raise PlanError("steps must be a whole number of at least 1", got=f"steps={steps!r}", expected=">= 1")
+        raise PlanError(
+            "steps must be a whole number of at least 1", got=f"steps={steps!r}", expected=">= 1", hint="pass steps=100"
+        )
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     for name in (REPORT, METRICS):

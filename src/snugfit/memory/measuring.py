@@ -16,17 +16,16 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from snugfit import hardware
 from snugfit.errors import DeviceMemoryError, UnsupportedError
-from snugfit.jobs import Job, Shared
+from snugfit.jobs import Job
 from snugfit.memory import torch_private
 from snugfit.memory.recording import Birth, Recording
 from snugfit.memory.reports import MemoryReport, PeakAt
 from snugfit.memory.tracing import Trace
 from snugfit.plans import Plan
-from snugfit.training import build, example, recovery
+from snugfit.training import build, example, recovery, splitting
 
 NUM_WINDOWS = 2
 
@@ -176,9 +175,15 @@ def _held(engine: Any, batch: Any) -> dict[str, list[Tensor]]:
     states = [
         value for optimizer in engine.optimizers for state in optimizer.state.values() for value in state.values()
     ]
-    leaves = [leaf.value if isinstance(leaf, Shared) else leaf for leaf in tree_leaves(batch)]
+    inputs: list[Tensor] = []
+
+    def seen(tensor: Tensor) -> Tensor:
+        inputs.append(tensor)
+        return tensor
+
+    splitting.map_tensors(seen, batch)
     return {
-        "input": [leaf for leaf in leaves if isinstance(leaf, Tensor)],
+        "input": inputs,
         "optimizer": [value for value in states if isinstance(value, Tensor)],
         "buffer": list(engine.model.buffers()),
         "parameter": list(engine.model.parameters()),

@@ -379,7 +379,8 @@ def _check_names(fixed: Mapping[str, Any], allow: Collection[str]) -> None:
         )
     for name in allow:
         if name not in _ALLOWANCES:
-            raise PlanError("unknown allowance", got=repr(name), expected=" | ".join(map(repr, _ALLOWANCES)))
+            expected = " | ".join(map(repr, _ALLOWANCES))
+            raise PlanError("unknown allowance", got=repr(name), expected=expected, hint="plan without it")
         raise UnsupportedError(
             f"the allowance {name!r} is not available in this version",
             got=f"allow={tuple(allow)!r}",

@@ -136,7 +136,12 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if not hasattr(optimizer, "param_groups"):
-            raise PlanError("this is not an optimizer", got=name, expected="a torch.optim.Optimizer")
+            raise PlanError(
+                "this is not an optimizer",
+                got=name,
+                expected="a torch.optim.Optimizer",
+                hint="pass torch.optim.AdamW(model.parameters())",
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UnsupportedError(
                 "LBFGS evaluates the loss several times in one update, which is not supported yet",
@@ -164,7 +169,10 @@ def _check_model(model: nn.Module) -> None:
         )
     if any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
         raise UnsupportedError(
-            "FSDP2 is not supported yet", got=type(model).__name__, expected="a plain module, or one in DDP"
+            "FSDP2 is not supported yet",
+            got=type(model).__name__,
+            expected="a plain module, or one in DDP",
+            hint="wrap the model in DistributedDataParallel instead",
         )
     for name, parameter in model.named_parameters():
         updates = getattr(parameter, "_in_backward_optimizers", None)

@@ -4,7 +4,6 @@ Entry point: ``Engine``. It holds what lives from one window to the next (loss s
 arithmetic of a window is ``step``'s. Making model and optimizer in the right order is ``build``'s.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from snugfit.errors import DeviceMemoryError, PlanError
+from snugfit.errors import PlanError
 from snugfit.jobs import Count, LossScale, check_training_options
 from snugfit.plans import Plan
 from snugfit.training import (
@@ -23,11 +22,11 @@ from snugfit.training import (
     precision,
     recovery,
     splitting,
-    state,
     windows,
 )
 from snugfit.training import nonfinite as nonfinite_policy
 from snugfit.training.precision import Scaler
+from snugfit.training.state import Parts, Progress, collect, load
 from snugfit.training.step import Hooks, Outcome, Window, run_window
 from snugfit.training.weighting import Number, power_of_two
 from snugfit.training.windows import HandWindow, MicroBatches, StepResult
@@ -82,7 +81,7 @@ class Engine:
         self.schedulers = admission.schedulers(scheduler)
         size, self.precision = admission.size_and_precision(plan, micro_batch_size, precision)
         admission.check(model, self.optimizers, plan, self.precision, nonfinite)
-        self._progress = state.Progress(micro_batch_size=size)
+        self._progress = Progress(micro_batch_size=size)
         self._loss, self._count, self._split = loss, count, split
         self._counter = counting.resolve(count, splitting.num_samples)
         self._max_grad_norm = max_grad_norm
@@ -141,7 +140,7 @@ class Engine:
             if result is not None:
                 self._progress.micro_batch_size = size
                 return result
-            size = self._halved(size if size is not None else splitting.num_samples(batch), failure)
+            size = recovery.halved(size if size is not None else splitting.num_samples(batch), failure)
 
     def step_window(self, micro_batches: Iterable[Any]) -> StepResult:
         """Make one update from a list of micro-batches; out-of-memory errors are treated as in ``step``."""
@@ -152,7 +151,7 @@ class Engine:
             result, failure = self._attempt(parts, [self._counter(part) for part in parts], dropped)
             if result is not None:
                 return result
-            size = self._halved(max(map(splitting.num_samples, parts)) if size is None else size, failure)
+            size = recovery.halved(max(map(splitting.num_samples, parts)) if size is None else size, failure)
             parts = [part for whole in given for part in self.prepare(whole, size)[0]]
 
     def prepare(self, batch: Any, micro_batch_size: int | None = None) -> tuple[list[Any], list[float]]:
@@ -251,16 +250,16 @@ class Engine:
             PlanError: Inside of a window.
         """
         self._refuse_inside("state_dict")
-        return state.collect(self._parts(), self._progress, model)
+        return collect(self._parts(), self._progress, model)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned, random states included.
 
         Raises:
             PlanError: Inside of a window, or a state of another number of optimizers or schedulers.
         """
         self._refuse_inside("load_state_dict")
-        state.load(self._parts(), self._progress, state_dict)
+        load(self._parts(), self._progress, state)
 
     def check_ranks(self) -> None:
         """Check that all ranks hold the same weights, bit for bit.
@@ -297,24 +296,6 @@ class Engine:
             return result, ""
         self.hooks.restore(snapshot)
         return None, failure
-
-    def _halved(self, size: int, failure: str) -> int:
-        if size == 1:
-            raise DeviceMemoryError(
-                "the device ran out of memory with a micro-batch of one sample",
-                got=failure,
-                expected="memory for the weights, the optimizer and one sample",
-                hint="recompute more, use bf16-mixed, or a smaller model or optimizer; `snugfit estimate` says what "
-                "needs how much",
-                micro_batch_size=1,
-            )
-        half = -(-size // 2)
-        warnings.warn(
-            f"out of memory with micro_batch_size={size}; the window starts again with {half}: same samples, same "
-            "weights, more micro-steps",
-            stacklevel=4,
-        )
-        return half
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -381,9 +362,9 @@ class Engine:
                 hint="move the call behind the window's end",
             )
 
-    def _parts(self) -> state.Parts:
+    def _parts(self) -> Parts:
         model = checkpointing.unwrapped(self.model)
-        return state.Parts(model, self.optimizers, self.schedulers, self._scaler, self._device)
+        return Parts(model, self.optimizers, self.schedulers, self._scaler, self._device)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return precision.autocast(self.precision, self._device)

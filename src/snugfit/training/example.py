@@ -49,7 +49,12 @@ def example_batch(job: Job, num_samples: int) -> Any:
 def _longest(loader: "DataLoader[Any]") -> Any:
     longest = max(loader, key=_num_elements, default=None)
     if longest is None:
-        raise PlanError("the DataLoader of Job.batch is empty", expected="at least one batch", hint="check the dataset")
+        raise PlanError(
+            "the DataLoader of Job.batch is empty",
+            got=f"{type(loader.dataset).__name__}, no batch",
+            expected="at least one batch",
+            hint="check the dataset, and drop_last",
+        )
     return longest
 
 

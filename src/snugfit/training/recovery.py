@@ -6,6 +6,7 @@ smaller in the next attempt is the engine's to say.
 
 import random
 import re
+import warnings
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,30 @@ def not_retried(error: BaseException, where: str) -> DeviceMemoryError:
         expected="memory for one micro-batch",
         hint="use a smaller micro_batch_size; only engine.step and step_window in one process try again by themselves",
     )
+
+
+def halved(size: int, failure: str) -> int:
+    """Half of a micro-batch size that ran out of memory, rounded up; warns, for the size asked for has no effect.
+
+    Raises:
+        DeviceMemoryError: The size is 1.
+    """
+    if size == 1:
+        raise DeviceMemoryError(
+            "the device ran out of memory with a micro-batch of one sample",
+            got=failure,
+            expected="memory for the weights, the optimizer and one sample",
+            hint="recompute more, use bf16-mixed, or a smaller model or optimizer; `snugfit estimate` says what needs "
+            "how much",
+            micro_batch_size=1,
+        )
+    half = -(-size // 2)
+    warnings.warn(
+        f"out of memory with micro_batch_size={size}; the window starts again with {half}: same samples, same "
+        "weights, more micro-steps",
+        stacklevel=4,
+    )
+    return half
 
 
 class Snapshots:

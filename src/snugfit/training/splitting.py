@@ -117,11 +117,14 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
 
 
 def _cut(value: Any, size: int, chosen: slice | list[int], path: str) -> Any:
-    """The chosen samples of a value that belongs to a batch of ``size`` samples."""
+    """The chosen samples of a value that belongs to a batch of ``size`` samples.
+
+    A slice makes a micro-batch, which holds bare what is ``Shared``; a list makes another batch, which is still cut.
+    """
     if isinstance(value, Tensor):
         return value[chosen] if value.dim() else value
     if isinstance(value, Shared):
-        return value.value
+        return value.value if isinstance(chosen, slice) else value
     if _is_column(value, size):
         return value[chosen] if isinstance(chosen, slice) else type(value)(value[i] for i in chosen)
     children = _children(value, path)

@@ -257,7 +257,10 @@ class Window:
                 return None
         elif not (math.isfinite(count) and count >= 0):
             raise PlanError(
-                "the count of a loss is not a number to divide by", got=f"count={count!r}", expected=">= 0, finite"
+                "the count of a loss is not a number to divide by",
+                got=f"count={count!r}",
+                expected=">= 0, finite",
+                hint="return Loss(total, count=number of counted units)",
             )
         elif count == 0:
             return None

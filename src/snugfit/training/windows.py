@@ -195,5 +195,10 @@ class HandWindow:
             PlanError: The window is still open, or failed.
         """
         if self._result is None:
-            raise PlanError("window.result was read before the window's end", hint="read it after the with block")
+            raise PlanError(
+                "window.result was read before the window's end",
+                got="a window that is open, or failed",
+                expected="a window whose with block has ended",
+                hint="read it after the with block",
+            )
         return self._result
