@@ -97,10 +97,9 @@ def test_a_temporary_inside_of_a_kernel_is_counted():
 
 
 def test_a_given_batch_that_was_there_before_counts_with_what_all_micro_batches_share():
-    given = {"x": torch.rand(16, WIDTH), "target": Shared(torch.rand(1, WIDTH))}
-    job = Job(stack, linear_loss, plain_sgd, given, count=lambda micro_batch: len(micro_batch["x"]))
-    report = measure(job, Plan(batch_size=16, micro_batch_size=4), "cpu")
-    assert report.by_category["input"] == 4 * WIDTH * (16 + 1)
+    given = {"x": torch.rand(16, WIDTH), "target": Shared(torch.tensor(0.5))}
+    report = measure(Job(stack, linear_loss, plain_sgd, given), Plan(batch_size=16, micro_batch_size=4), "cpu")
+    assert report.by_category["input"] == 4 * WIDTH * 16 + 4
 
 
 def test_a_given_module_is_left_bit_equal():

@@ -7,6 +7,7 @@ other processes hold.
 
 import copy
 import gc
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -87,6 +88,14 @@ class Trace:
         """What every kernel of the last window does, in order."""
         start = max(position for position, name in self.recording.marks if name == "window")
         return tuple(work for position, work in self.recording.work if position >= start)
+
+    @property
+    def micro_batch_starts(self) -> tuple[int, ...]:
+        """For each micro-batch of the last window the index in ``work`` at which it begins (jobs only)."""
+        window = max(position for position, name in self.recording.marks if name == "window")
+        positions = [position for position, _ in self.recording.work if position >= window]
+        starts = [p for p, name in self.recording.marks if name == "micro-batch" and p >= window]
+        return tuple(bisect_right(positions, start) for start in starts)
 
     def peaks(self) -> allocator.Simulation:
         """Replay the events through the device's allocator; the CPU has none, there blocks are what was asked for."""

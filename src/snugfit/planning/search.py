@@ -12,17 +12,17 @@ from typing import Any
 from torch import nn
 
 from snugfit import hardware, sizes
-from snugfit.errors import InfeasibleError, PlanError, UnsupportedError
+from snugfit.errors import PlanError, UnsupportedError
 from snugfit.jobs import Job
 from snugfit.memory import tracing
+from snugfit.memory.recording import Work
 from snugfit.memory.reports import MemoryReport
-from snugfit.planning import cost, options
+from snugfit.planning import cost, explain, options
 from snugfit.planning.ladder import ACCUMULATION, CHECKPOINTING, CHOSEN, FULL_BATCH, MIXED_PRECISION, Candidate, Rung
 from snugfit.planning.scaling import NotAffineError, ScaledTrace
 from snugfit.plans import Plan
 
 _ALLOWANCES = ("8bit-optimizer", "host-offload", "fused-backward", "lora", "fsdp")
-_STATIC = ("parameter", "buffer", "gradient", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class PlanReport:
     runner_up: Plan | None
     "The next fastest that differs in more than its micro-batch size; None if there is none."
     ladder: tuple[Rung, ...]
-    "One technique after the other; the last rung is the chosen plan."
+    "One technique after the other; the chosen plan is one of them."
     frontier: tuple[Candidate, ...]
     "Considered plans of which no other needs less memory and less time, largest first."
     reasons: Mapping[str, str]
@@ -116,14 +116,16 @@ class _Search:
                 rungs.append((ACCUMULATION, self._fastest(mixed)))
             for option in recomputations[1:]:
                 rungs.append((CHECKPOINTING, self._fastest(replace(mixed, recompute=option.value))))
-        contenders = [rung for _, rung in rungs]
-        if not any(candidate.fits for candidate in contenders):
-            # Cast copies of weights can make mixed precision the larger one.
-            contenders += [self._fastest(replace(start, recompute=option.value)) for option in recomputations]
+        contenders = dict(rungs)
+        if not any(candidate.fits for candidate in contenders.values()):
+            for option in recomputations:  # cast copies of weights can make mixed precision the larger one
+                name = f"fp32, {options.describe(option.value)} recomputed"
+                contenders[name] = self._fastest(replace(start, recompute=option.value))
         chosen = self._choose(contenders)
-        if chosen.plan != rungs[-1][1].plan:
+        rungs = [(name, contenders[name]) for name, _ in rungs]
+        if all(chosen.plan != rung.plan for _, rung in rungs):
             rungs.append((CHOSEN, chosen))
-        return self._report(chosen, contenders, rungs, precisions[-1], model)
+        return self._report(chosen, list(contenders.values()), rungs, precisions[-1], model)
 
     def _exact(self, plan: Plan) -> Candidate:
         """A candidate traced as it is."""
@@ -135,7 +137,7 @@ class _Search:
             plan=plan,
             memory=report,
             fits=report.fits(self.budget_bytes),
-            step_time_s=cost.step_time(trace.work, self.device),
+            step_time_s=cost.step_time(_whole_window(trace, plan), self.device),
         )
         self.candidates[plan] = candidate
         return candidate
@@ -210,19 +212,19 @@ class _Search:
         equals = [candidate for candidate in tried if candidate.step_time_s <= best * _EQUAL_TIME]
         return max(equals, key=lambda candidate: candidate.plan.micro_batch_size)
 
-    def _choose(self, contenders: list[Candidate]) -> Candidate:
+    def _choose(self, contenders: dict[str, Candidate]) -> Candidate:
         """The fastest contender that fits, traced as it is; one that then does not fit is made smaller."""
-        while fitting := [candidate for candidate in contenders if candidate.fits]:
-            best = min(fitting, key=_by_time)
-            exact = self._exact(best.plan)
+        while fitting := {name: candidate for name, candidate in contenders.items() if candidate.fits}:
+            name = min(fitting, key=lambda name: _by_time(fitting[name]))
+            best = fitting[name].plan
+            exact = contenders[name] = self._exact(best)
             if exact.fits:
                 return exact
-            contenders.remove(best)
-            if best.plan.micro_batch_size > 1 and "micro_batch_size" not in self.fixed:
-                self._raise_surplus(best.plan, exact.memory.needed_bytes - best.memory.needed_bytes)
-                contenders.append(self._fastest(best.plan, best.plan.micro_batch_size - 1))
+            if best.micro_batch_size > 1 and "micro_batch_size" not in self.fixed:
+                self._raise_surplus(best, exact.memory.needed_bytes - fitting[name].memory.needed_bytes)
+                contenders[name] = self._fastest(best, best.micro_batch_size - 1)
         smallest = min(self.candidates.values(), key=lambda candidate: candidate.memory.needed_bytes)
-        raise _infeasible(smallest, self.budget_bytes, self.device)
+        raise explain.infeasible(smallest, self.budget_bytes, self.device)
 
     def _raise_surplus(self, plan: Plan, num_bytes: int) -> None:
         """Remember by how much a family's traces were too low (the order of blocks), and judge its sizes again."""
@@ -260,56 +262,26 @@ class _Search:
             runner_up=min(others, key=_by_time).plan if others else None,
             ladder=ladder,
             frontier=_frontier(list(self.candidates.values())),
-            reasons=self._reasons(chosen, precision, model),
+            reasons=explain.reasons(chosen, self.candidates.values(), self.fixed, self.budget_bytes, precision, model),
             memory=chosen.memory,
         )
-
-    def _reasons(self, chosen: Candidate, precision: options.Option, model: nn.Module) -> dict[str, str]:
-        plan, memory = chosen.plan, chosen.memory
-        norms = sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
-        reasons = {field.name: "given" for field in fields(Plan) if field.name in self.fixed}
-        reasons["batch_size"] = "given; never changed"
-        reasons["world_size"] = "given"
-        used = f"{sizes.text(memory.needed_bytes)} of {sizes.text(self.budget_bytes)} with context and margin"
-        if plan.accumulation_steps == 1:
-            reasons.setdefault("micro_batch_size", f"the whole batch fits: {used}")
-        else:
-            larger = [c for c in self.candidates.values() if _differs_in_size(c.plan, plan) and not c.fits]
-            next_up = min(larger, key=lambda c: c.plan.micro_batch_size, default=None)
-            beyond = (
-                f"; {next_up.plan.micro_batch_size} would need {sizes.text(next_up.memory.needed_bytes)}"
-                if next_up
-                else ""
-            )
-            reasons.setdefault("micro_batch_size", f"the fastest size that fits: {used}{beyond}")
-        reasons.setdefault(
-            "precision", precision.reason if plan.precision == precision.value else "fp32 is the fastest that fits"
-        )
-        if plan.recompute:
-            saved = [c for c in self.candidates.values() if not c.plan.recompute and c.plan.precision == plan.precision]
-            faster = min((c.memory.needed_bytes for c in saved), default=0)
-            why = (
-                "without it nothing fits"
-                if saved and faster > self.budget_bytes
-                else "with it larger micro-batches fit"
-            )
-            reasons.setdefault("recompute", f"{len(plan.recompute)} blocks keep only their inputs: {why}")
-        else:
-            reasons.setdefault("recompute", "not needed: recomputing would only cost time")
-        reasons.setdefault("optimizer_impl", "the job's own choice is kept")
-        reasons.setdefault(
-            "norm_policy",
-            f"{norms} BatchNorm layers see micro-batches, not the batch: not equivalent to the full batch"
-            if norms and plan.accumulation_steps > 1
-            else "no BatchNorm layer is affected",
-        )
-        return reasons
 
 
 _SIZES_TIMED = 4
 "Micro-batch sizes, from the largest that fits downwards, whose step time is compared."
 _EQUAL_TIME = 1.01
 "Ratio up to which two modelled step times are taken as equal."
+
+
+def _whole_window(trace: tracing.Trace, plan: Plan) -> list[Work]:
+    """The work of all micro-batches of a window, of which a trace runs two full ones and the tail."""
+    work = list(trace.work)
+    starts = trace.micro_batch_starts
+    missing = plan.accumulation_steps - len(starts)
+    if missing <= 0:
+        return work
+    last_backward = max(i for i, item in enumerate(work) if item.phase == "backward")
+    return work + work[starts[1] : (*starts, last_backward + 1)[2]] * missing
 
 
 def _family_of(plan: Plan) -> tuple[Any, ...]:
@@ -327,44 +299,12 @@ def _by_time(candidate: Candidate) -> tuple[float, int, int]:
     return round(candidate.step_time_s, 9), len(plan.recompute), -plan.micro_batch_size
 
 
-def _differs_in_size(a: Plan, b: Plan) -> bool:
-    return replace(a, micro_batch_size=1) == replace(b, micro_batch_size=1) and a.micro_batch_size > b.micro_batch_size
-
-
 def _frontier(candidates: list[Candidate]) -> tuple[Candidate, ...]:
     frontier: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.step_time_s, c.memory.needed_bytes)):
         if not frontier or candidate.memory.needed_bytes < frontier[-1].memory.needed_bytes:
             frontier.append(candidate)
     return tuple(frontier)
-
-
-def _infeasible(smallest: Candidate, budget_bytes: int, device: hardware.Device) -> InfeasibleError:
-    memory, plan = smallest.memory, smallest.plan
-    held = ", ".join(f"{category} {sizes.text(size)}" for category, size in memory.by_category.items())
-    static = memory.static_bytes
-    if static + memory.context_bytes > budget_bytes:
-        at_end = memory.at("backward end")
-        alone = ", ".join(
-            f"{category} {sizes.text(at_end.get(category, 0))}" for category in _STATIC if at_end.get(category)
-        )
-        hint = f"these tensors alone exceed it, at any micro-batch size: {alone}; use an optimizer with less state, "
-        hint += "freeze weights, or take a larger device"
-    else:
-        hint = "use an optimizer with less state, shorter inputs, or a larger device"
-    return InfeasibleError(
-        f"no plan fits the budget of {sizes.text(budget_bytes)} on {device.name}",
-        got=f"the smallest candidate needs {sizes.text(memory.needed_bytes)} "
-        f"(micro_batch_size={plan.micro_batch_size}, precision={plan.precision}, "
-        f"recompute={options.describe(plan.recompute)}): {held}; "
-        f"context {sizes.text(memory.context_bytes)}, margin {sizes.text(memory.margin_bytes)}",
-        expected=f"peak reserved, context and margin together <= {sizes.text(budget_bytes)}",
-        hint=hint,
-        smallest=memory,
-        plan=plan,
-        budget_bytes=budget_bytes,
-        static_bytes=static,
-    )
 
 
 def _check_names(fixed: Mapping[str, Any], allow: Collection[str]) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from snugfit.errors import PlanError
-from snugfit.training import recovery, splitting
+from snugfit.errors import BatchError, PlanError
+from snugfit.jobs import Count
+from snugfit.training import counting, recovery, splitting
 from snugfit.training.step import Outcome, Window
 from snugfit.training.weighting import Number
 
@@ -44,23 +45,26 @@ class StepResult:
 
 
 class MicroBatches(list[Any]):
-    """The micro-batches of one window, as a loader gave them, and how many it left over before or after them."""
+    """The micro-batches of one window, and what is known about them besides."""
 
+    sizes: tuple[int, ...] | None = None
+    "Samples of each, where snugfit cut them; a shared value in them may have another first dimension."
     num_dropped: int = 0
+    "How many a loader left over behind them."
 
 
 def prepare(
     batch: Any,
     micro_batch_size: int | None,
-    count: Callable[[Any], float],
+    count: Count,
     split: Callable[[Any, int], list[Any]] | None,
-) -> tuple[list[Any], list[float]]:
+) -> tuple[MicroBatches, list[float]]:
     """Cut a batch that lies on the host and count its micro-batches.
 
     Args:
         batch: The full batch of one rank.
         micro_batch_size: None leaves the batch whole.
-        count: Counts a micro-batch.
+        count: What is counted: ``"samples"`` or a function of a micro-batch.
         split: Cuts batches that snugfit cannot.
 
     Returns:
@@ -70,11 +74,40 @@ def prepare(
         BatchError: The batch cannot be cut or counted.
     """
     if split is not None:
-        micro_batches = [batch] if micro_batch_size is None else list(split(batch, micro_batch_size))
-    else:
-        size = splitting.num_samples(batch) if micro_batch_size is None else micro_batch_size
-        micro_batches = splitting.split(batch, size)
-    return micro_batches, [count(micro_batch) for micro_batch in micro_batches]
+        parts = MicroBatches([batch] if micro_batch_size is None else split(batch, micro_batch_size))
+        return parts, counts_of(parts, count)
+    number = splitting.num_samples(batch)
+    size = number if micro_batch_size is None else micro_batch_size
+    parts = MicroBatches(splitting.split(batch, size))
+    parts.sizes = tuple(min(size, number - start) for start in range(0, number, size))
+    return parts, counts_of(parts, count)
+
+
+def counts_of(micro_batches: Sequence[Any], count: Count) -> list[float]:
+    """Count micro-batches on the host; samples are known where snugfit cut them.
+
+    Raises:
+        BatchError: The samples of a micro-batch cannot be told, or its count is not a number to divide by.
+    """
+    sizes = sizes_of(micro_batches)
+    if count == "samples" and sizes is not None:
+        return [float(size) for size in sizes]
+    counter = counting.resolve(count, splitting.num_samples)
+    return [counter(micro_batch) for micro_batch in micro_batches]
+
+
+def sizes_of(micro_batches: Sequence[Any]) -> tuple[int, ...] | None:
+    """Samples of micro-batches that snugfit cut; None for others."""
+    return micro_batches.sizes if isinstance(micro_batches, MicroBatches) else None
+
+
+def samples_of(micro_batches: Sequence[Any]) -> int:
+    """Samples of a window, for counters; none are counted in micro-batches that only the user understands."""
+    sizes = sizes_of(micro_batches)
+    try:
+        return sum(map(splitting.num_samples, micro_batches)) if sizes is None else sum(sizes)
+    except BatchError:
+        return 0
 
 
 def grouped(loader: Iterable[Any], accumulation_steps: int, tail: str) -> Iterator[MicroBatches]:
