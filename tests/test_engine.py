@@ -21,7 +21,7 @@ from models import (
     token_batch,
     token_loss,
 )
-from snugfit import LossScale, NonFiniteError, Plan, PlanError, Segment, UnsupportedError
+from snugfit import LossScale, NonFiniteError, Plan, PlanError, Segment, Shared, UnsupportedError
 from snugfit.training.counting import tokens
 from snugfit.training.engine import Engine
 from tolerances import EXACT_VALUE, FP16_SMALL_GRADIENT
@@ -406,6 +406,19 @@ def test_a_batch_that_snugfit_cannot_cut_is_cut_by_the_user_s_function():
     result = engine.step(Odd(torch.tensor([1.0, 1.0, 4.0])))
     assert (result.num_micro_batches, result.count) == (2, 3.0)
     assert engine.model.w.item() == pytest.approx(-2.0, abs=EXACT_VALUE)
+
+
+def test_a_shared_value_does_not_disturb_the_count_of_samples():
+    engine = make(loss=lambda model, batch: (model(batch["x"]) * batch["factor"].sum()).mean(), micro_batch_size=2)
+    result = engine.step({"x": torch.tensor([1.0, 1.0, 4.0]), "factor": Shared(torch.ones(7))})
+    assert (result.count, engine.sample_count) == (3.0, 3)
+    assert float(result.grad_norm) == pytest.approx(14.0)
+    engine.step_window([{"x": torch.ones(2), "factor": Shared(torch.ones(7))}])
+    assert engine.sample_count == 5
+    with engine.window({"x": torch.ones(3), "factor": Shared(torch.ones(7))}) as window:
+        for batch in window:
+            window.backward(engine.model(batch["x"]).mean() * batch["factor"].sum())
+    assert (window.result.count, engine.sample_count) == (3.0, 8)
 
 
 def test_without_a_micro_batch_size_the_batch_stays_whole():

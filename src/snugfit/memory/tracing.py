@@ -153,7 +153,8 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
     def make_step(recorder: Recorder) -> Callable[[], object]:
         def move(micro_batch: Any) -> Any:
             recorder.mark("micro-batch")
-            return splitting.map_tensors(recorder.moved, micro_batch)
+            # On the CPU nothing is moved: the batch on the host, which the recorder has seen, is what the step reads.
+            return micro_batch if device.kind == "cpu" else splitting.map_tensors(recorder.moved, micro_batch)
 
         traced = replace(job, model=_fake_copy(job.model)) if isinstance(job.model, nn.Module) else job
         with recorder.on_device():
@@ -205,7 +206,8 @@ def record(
             recorder.begin_window()
             step()
             recorder.end_window()
-    return Trace(recorder.recording_on_device(), device, tuple(assumptions))
+    recording = recorder.recording_on_device() if cuda else recorder.recording
+    return Trace(recording, device, tuple(assumptions))
 
 
 def skeleton(job: Job) -> nn.Module:

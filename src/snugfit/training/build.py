@@ -14,7 +14,7 @@ from snugfit import hardware
 from snugfit.errors import DeviceMemoryError, PlanError, SnugfitError
 from snugfit.jobs import Job
 from snugfit.plans import Plan
-from snugfit.training import admission, checkpointing, counting, distributed, recovery, splitting, windows
+from snugfit.training import admission, checkpointing, distributed, recovery, windows
 from snugfit.training.engine import Engine
 from snugfit.training.example import example_batch as example_batch
 
@@ -129,13 +129,13 @@ def build_model(job: Job) -> nn.Module:
     return model
 
 
-def prepare(job: Job, batch: Any, micro_batch_size: int) -> tuple[list[Any], list[float]]:
+def prepare(job: Job, batch: Any, micro_batch_size: int) -> tuple[windows.MicroBatches, list[float]]:
     """Cut a batch of the job on the host and count its micro-batches, as the engine does.
 
     Raises:
         BatchError: The batch cannot be cut or counted.
     """
-    return windows.prepare(batch, micro_batch_size, counting.resolve(job.count, splitting.num_samples), job.split)
+    return windows.prepare(batch, micro_batch_size, job.count, job.split)
 
 
 def set_implementation(optimizers: Sequence[torch.optim.Optimizer], implementation: str) -> None:

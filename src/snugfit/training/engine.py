@@ -83,7 +83,6 @@ class Engine:
         admission.check(model, self.optimizers, plan, self.precision, nonfinite)
         self._progress = Progress(micro_batch_size=size)
         self._loss, self._count, self._split = loss, count, split
-        self._counter = counting.resolve(count, splitting.num_samples)
         self._max_grad_norm = max_grad_norm
         self._max_skipped_windows = max_skipped_windows
         self._scaler = Scaler(loss_scale or LossScale()) if self.precision == "16-mixed" else None
@@ -136,25 +135,28 @@ class Engine:
         """
         size = self._progress.micro_batch_size
         while True:
-            result, failure = self._attempt(*self.prepare(batch, size))
+            parts, counts = self.prepare(batch, size)
+            result, failure = self._attempt(parts, counts)
             if result is not None:
                 self._progress.micro_batch_size = size
                 return result
-            size = recovery.halved(size if size is not None else splitting.num_samples(batch), failure)
+            size = recovery.halved(max(parts.sizes or (size or 1,)), failure)
 
     def step_window(self, micro_batches: Iterable[Any]) -> StepResult:
         """Make one update from a list of micro-batches; out-of-memory errors are treated as in ``step``."""
         given = list(micro_batches)
         dropped = micro_batches.num_dropped if isinstance(micro_batches, MicroBatches) else 0
-        parts, size = given, None
+        parts, counts = given, windows.counts_of(given, self._count)
+        size = None
         while True:
-            result, failure = self._attempt(parts, [self._counter(part) for part in parts], dropped)
+            result, failure = self._attempt(parts, counts, dropped)
             if result is not None:
                 return result
-            size = recovery.halved(max(map(splitting.num_samples, parts)) if size is None else size, failure)
-            parts = [part for whole in given for part in self.prepare(whole, size)[0]]
+            size = recovery.halved(max(map(splitting.num_samples, given)) if size is None else size, failure)
+            cut = [self.prepare(whole, size) for whole in given]
+            parts, counts = [part for some, _ in cut for part in some], [count for _, some in cut for count in some]
 
-    def prepare(self, batch: Any, micro_batch_size: int | None = None) -> tuple[list[Any], list[float]]:
+    def prepare(self, batch: Any, micro_batch_size: int | None = None) -> tuple[MicroBatches, list[float]]:
         """Cut a batch on the host into micro-batches and count each; None leaves it whole.
 
         Raises:
@@ -163,7 +165,7 @@ class Engine:
         if not self._labels_looked_at and self._count == "samples":
             counting.warn_of_ignored_labels(batch)
         self._labels_looked_at = True
-        return windows.prepare(batch, micro_batch_size, self._counter, self._split)
+        return windows.prepare(batch, micro_batch_size, self._count, self._split)
 
     def run(self, micro_batches: Sequence[Any], counts: Sequence[float | None], num_dropped: int = 0) -> StepResult:
         """Run one window from micro-batches that are cut and counted; all other ways of stepping end here.
@@ -178,7 +180,7 @@ class Engine:
         rates = self._rates()
         with self._opened():
             outcome = run_window(micro_batches, counts, loss=self._loss, **self._settings())
-            return self._finish(outcome, rates, self._samples_of(micro_batches), num_dropped)
+            return self._finish(outcome, rates, windows.samples_of(micro_batches), num_dropped)
 
     def windows(
         self, loader: Iterable[Any], accumulation_steps: int | None = None, tail: str = "flush"
@@ -216,11 +218,11 @@ class Engine:
             DeviceMemoryError: The device ran out of memory; nothing is retried here.
         """
         if isinstance(batch_or_micro_batches, list):
-            micro_batches = list(batch_or_micro_batches)
-            counts = [self._counter(micro_batch) for micro_batch in micro_batches]
+            micro_batches = MicroBatches(batch_or_micro_batches)
+            counts = windows.counts_of(micro_batches, self._count)
         else:
             micro_batches, counts = self.prepare(batch_or_micro_batches, self._progress.micro_batch_size)
-        rates, samples = self._rates(), self._samples_of(micro_batches)
+        rates, samples = self._rates(), windows.samples_of(micro_batches)
 
         def finish(outcome: Outcome) -> StepResult:
             return self._finish(outcome, rates, samples, 0)
@@ -378,12 +380,6 @@ class Engine:
     def _rates(self) -> tuple[Any, ...]:
         rates = (group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups)
         return tuple(rate.clone() if isinstance(rate, Tensor) else rate for rate in rates)
-
-    def _samples_of(self, micro_batches: Sequence[Any]) -> int:
-        """Samples of a window; what only the user's own ``split`` understands is counted as none."""
-        if self._split is not None:
-            return 0
-        return sum(map(splitting.num_samples, micro_batches))
 
 
 def _always(i: int, number: int) -> bool:

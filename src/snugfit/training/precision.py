@@ -50,6 +50,11 @@ def autocast(precision: str, device: torch.device | str, *, cache_enabled: bool 
     return torch.autocast(torch.device(device).type, dtype=_DTYPES[precision], cache_enabled=cache_enabled)
 
 
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """The context in which backward and update run as recorded, whatever autocast the caller is in."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
 class Scaler:
     """Dynamic loss scale: losses are multiplied by ``scale`` so that small fp16 gradients do not vanish.
 

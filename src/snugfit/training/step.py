@@ -185,7 +185,7 @@ class Window:
         weighted = [self._weighted(term, single=len(terms) == 1) for term in terms]
         backwards = weighting.merged([(tensor, term.inputs) for tensor, term in zip(weighted, terms, strict=True)])
         del values, terms, weighted, value
-        with _without_autocast(self._device_type):
+        with precision.without_autocast(self._device_type):
             for i, (tensor, inputs) in enumerate(backwards):
                 scaled = tensor if self._loss_scale is None else tensor * self._loss_scale
                 torch.autograd.backward(scaled, retain_graph=i + 1 < len(backwards), inputs=inputs)
@@ -198,7 +198,7 @@ class Window:
         parameters = [] if _is_zero(count) else [p for p in self._parameters() if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
         reason = "empty" if _is_zero(count) else None if gradients else "no gradients"
-        with _without_autocast(self._device_type):
+        with precision.without_autocast(self._device_type):
             if self._loss_scale is not None:
                 factor = factor / self._loss_scale
             if isinstance(factor, Tensor) or factor != 1.0:
@@ -391,11 +391,3 @@ def _tensor(value: Number) -> Tensor:
 
 def _ratio(total: Number, count: Number) -> Number:
     return math.nan if _is_zero(count) else total / count
-
-
-@contextmanager
-def _without_autocast(device_type: str) -> Iterator[None]:
-    """Backward and update run as they were recorded, whatever context the caller is in."""
-    off = torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
-    with off:
-        yield
