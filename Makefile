@@ -18,6 +18,7 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@$(BIN)/python benchmarks/speed.py
+	@$(BIN)/python benchmarks/gpu/accuracy.py --device cpu
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "setting up .venv (torch and the tools; once)"

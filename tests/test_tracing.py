@@ -273,3 +273,22 @@ def test_work_counts_the_flops_of_matrix_products():
     flops = sum(work.flops for work in trace.work)
     assert flops == 2 * 64 * WIDTH * WIDTH * (2 + 3)  # two products forward; backward needs no gradient of the input
     assert {work.phase for work in trace.work} == {"forward", "backward", "optimizer"}
+
+
+def test_attention_of_transformers_is_traced_without_the_mask_that_it_makes_of_fake_tensors_only():
+    transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=64, vocab_size=128)
+    config.bos_token_id = config.eos_token_id = 0
+
+    def make_step():
+        model = transformers.GPT2LMHeadModel(config).eval()
+        ids = torch.zeros(4, 64, dtype=torch.long)
+
+        def step():
+            with torch.autocast("cuda", torch.bfloat16):
+                model(input_ids=ids, use_cache=False).logits.sum().backward()
+
+        return step
+
+    ops = {work.op for work in tracing.record(lambda _: make_step(), tracing.hardware.resolve(CARD)).work}
+    assert "_scaled_dot_product_flash_attention.default" in ops

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from snugfit import hardware
 from snugfit.errors import PlanError
 from snugfit.jobs import Job
-from snugfit.memory import allocator, cuda_rules, torch_private
+from snugfit.memory import allocator, cuda_rules, library_rules, torch_private
 from snugfit.memory.placement import Placement
 from snugfit.memory.recording import Recorder, Recording, Work
 from snugfit.memory.reports import MemoryReport, PeakAt
@@ -202,6 +202,7 @@ def record(
                 expected="a function without arguments that runs one whole update",
                 hint="return the inner function: `return step`, not `return step()`",
             )
+        stack.enter_context(library_rules.as_with_real_tensors())  # now that what make_step imports is there
         for _ in range(num_windows):
             recorder.begin_window()
             step()
