@@ -12,8 +12,8 @@ from unittest import mock
 
 
 @contextmanager
-def as_with_real_tensors() -> Iterator[None]:
-    """Let libraries take the way that they take with real tensors.
+def as_with_real_tensors() -> Iterator[tuple[str, ...]]:
+    """Let libraries take the way that they take with real tensors; gives the sentences of what is assumed.
 
     transformers looks at position ids for several sequences packed into one row. It cannot read fake ones, so it
     plays safe and makes a mask of every pair of positions, which also keeps the flash kernel of attention away.
@@ -21,7 +21,7 @@ def as_with_real_tensors() -> Iterator[None]:
     """
     masking: Any = sys.modules.get("transformers.masking_utils")
     if masking is None or not hasattr(masking, "find_packed_sequence_indices"):
-        yield
+        yield ()
         return
     with mock.patch.object(masking, "find_packed_sequence_indices", return_value=None):
-        yield
+        yield ("transformers models: sequences are not packed into one row, and a padding mask masks something",)

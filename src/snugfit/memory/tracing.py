@@ -202,7 +202,8 @@ def record(
                 expected="a function without arguments that runs one whole update",
                 hint="return the inner function: `return step`, not `return step()`",
             )
-        stack.enter_context(library_rules.as_with_real_tensors())  # now that what make_step imports is there
+        # Now that what make_step imports is there.
+        assumptions += stack.enter_context(library_rules.as_with_real_tensors())
         for _ in range(num_windows):
             recorder.begin_window()
             step()
