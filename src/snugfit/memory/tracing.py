@@ -138,15 +138,19 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
         windows: For each window the indices of the micro-batches that it runs. By default two windows, the first
             of two micro-batches, the second of two full ones and the tail: later full ones repeat the second.
     """
-    batch = example.example_batch(job, plan.samples_per_rank)
-    micro_batches, counts = build.prepare(job, batch, plan.micro_batch_size)
+    size, share = plan.micro_batch_size, plan.samples_per_rank
+    traced_samples = share if share <= 2 * size else _FULL_MICRO_BATCHES * size + share % size
+    if device.kind == "cpu" or job.split is not None:  # the whole batch lies in the same memory, or cannot be resized
+        traced_samples = share
+    batch = example.example_batch(job, traced_samples)
+    micro_batches, counts = build.prepare(job, batch, size)
     assumptions = []
     if windows is None:
         shown = _representative(len(micro_batches), plan)
         windows = [shown[:_FULL_MICRO_BATCHES], shown]
-        if len(shown) < len(micro_batches):
+        if len(shown) < plan.accumulation_steps:
             assumptions.append(
-                f"of {len(micro_batches)} micro-batches {len(shown)} are traced; the others repeat the second one"
+                f"of {plan.accumulation_steps} micro-batches {len(shown)} are traced; the others repeat the second one"
             )
     steps = iter(windows)
 
