@@ -148,6 +148,13 @@ def test_fixed_fields_are_kept_and_unknown_ones_refused():
     assert found.reasons["precision"] == "given"
     with pytest.raises(snugfit.PlanError, match="precison"):
         snugfit.plan(job(), card(), fixed={"precison": "32-true"})
+    for given in ({"batch_size": 3}, {"world_size": 2}):
+        with pytest.raises(snugfit.PlanError, match="not a field"):
+            snugfit.plan(job(), card(), fixed=given)
+    with pytest.raises(snugfit.PlanError, match="not a mapping"):
+        snugfit.plan(job(), card(), fixed=3)
+    with pytest.warns(UserWarning, match="clamped to 8"):
+        assert snugfit.plan(job(), card(), batch_size=8, fixed={"micro_batch_size": 100}).plan.micro_batch_size == 8
     with pytest.raises(snugfit.UnsupportedError, match="lora"):
         snugfit.plan(job(), card(), allow=("lora",))
     with pytest.raises(snugfit.PlanError, match="unknown allowance"):
@@ -155,5 +162,6 @@ def test_fixed_fields_are_kept_and_unknown_ones_refused():
 
 
 def test_the_batch_size_must_be_positive():
-    with pytest.raises(snugfit.PlanError, match="batch_size"):
-        snugfit.plan(job(), card(), batch_size=0)
+    for wrong in (0, -1, "8", 1.5):
+        with pytest.raises(snugfit.PlanError, match="batch_size"):
+            snugfit.plan(job(), card(), batch_size=wrong)

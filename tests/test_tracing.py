@@ -292,3 +292,112 @@ def test_attention_of_transformers_is_traced_without_the_mask_that_it_makes_of_f
 
     ops = {work.op for work in tracing.record(lambda _: make_step(), tracing.hardware.resolve(CARD)).work}
     assert "_scaled_dot_product_flash_attention.default" in ops
+
+
+def test_estimate_and_plan_leave_every_random_state_as_it_was():
+    import random
+
+    import numpy
+
+    def batch(n):
+        random.random()
+        numpy.random.rand()
+        return {"x": torch.randn(n, 8)}
+
+    job = snugfit.Job(
+        lambda: nn.Linear(8, random.randint(4, 4)),
+        lambda model, batch: model(batch["x"]).pow(2).mean(),
+        lambda model: torch.optim.SGD(model.parameters(), 0.1),
+        batch,
+    )
+
+    def states():
+        return torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist()
+
+    before = states()
+    snugfit.estimate(job, snugfit.Plan(batch_size=8, micro_batch_size=4), CARD)
+    snugfit.plan(job, "cpu", batch_size=8)
+    assert states() == before
+
+
+def test_a_step_of_an_engine_is_traced_like_any_other():
+    def make_step():
+        model = nn.Linear(8, 1)
+        engine = snugfit.Engine(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            loss=lambda model, x: model(x).pow(2).mean(),
+            micro_batch_size=2,
+            max_grad_norm=1.0,
+        )
+        batch = torch.randn(8, 8)
+        return lambda: engine.step(batch)
+
+    assert snugfit.trace(make_step, CARD).at("backward end")["gradient"] == 2 * 512
+
+
+def test_a_step_that_makes_nothing_has_an_empty_report():
+    assert snugfit.trace(lambda: lambda: None, CARD).peak_allocated_bytes == 0
+
+
+def test_a_function_that_is_none_is_refused():
+    with pytest.raises(snugfit.PlanError, match="cannot be called"):
+        snugfit.trace(3, "cpu")
+
+
+def test_functions_of_the_card_have_no_effect_without_one():
+    def make_step():
+        torch.cuda.set_device(0)
+        model = nn.Linear(8, 8).cuda()
+
+        def step():
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            model(torch.zeros(4, 8, device="cuda")).sum().backward()
+            return torch.cuda.max_memory_allocated()
+
+        return step
+
+    assert snugfit.trace(make_step, CARD).peak_allocated_bytes > 0
+
+
+def test_a_custom_operator_without_a_fake_kernel_is_named_with_its_module():
+    @torch.library.custom_op("snugfit_tests::opaque", mutates_args=())
+    def opaque(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    class Opaque(nn.Module):
+        def forward(self, x):
+            return opaque(x)
+
+    def make_step():
+        model = nn.Sequential(nn.Linear(4, 4), Opaque())
+        return lambda: model(torch.ones(2, 4))
+
+    with pytest.raises(snugfit.UnsupportedError) as caught:
+        snugfit.trace(make_step, CARD)
+    assert "snugfit_tests.opaque" in caught.value.op.replace("::", ".")
+    assert caught.value.module == "1"
+    assert "register_fake" in caught.value.hint
+
+
+def test_sparse_gradients_are_refused_by_name():
+    job = snugfit.Job(
+        lambda: nn.Sequential(nn.Embedding(100, 8, sparse=True), nn.Linear(8, 1)),
+        lambda model, batch: model(batch["x"]).mean(),
+        lambda model: torch.optim.SGD(model.parameters(), 0.1),
+        lambda n: {"x": torch.zeros(n, 4, dtype=torch.long)},
+    )
+    with pytest.raises(snugfit.UnsupportedError, match="'0' makes sparse gradients"):
+        snugfit.estimate(job, snugfit.Plan(batch_size=4, micro_batch_size=4), CARD)
+
+
+def test_a_batch_of_another_size_than_asked_for_is_refused():
+    job = snugfit.Job(
+        lambda: nn.Linear(8, 1),
+        lambda model, batch: model(batch["x"]).mean(),
+        lambda model: torch.optim.SGD(model.parameters(), 0.1),
+        lambda n: {"x": torch.zeros(3, 8)},
+    )
+    with pytest.raises(snugfit.BatchError, match="another size"):
+        snugfit.estimate(job, snugfit.Plan(batch_size=8, micro_batch_size=8), CARD)

@@ -14,8 +14,10 @@ child imports its job again, so a job that exists in memory only is refused.
 """
 
 import argparse
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,7 +28,7 @@ from typing import Any
 from snugfit import runs, sizes
 from snugfit.errors import DeviceMemoryError, InfeasibleError, PlanError, SnugfitError, UnsupportedError
 from snugfit.jobs import Job
-from snugfit.memory.measuring import random_states
+from snugfit.memory.random_states import random_states
 from snugfit.memory.reports import MemoryReport
 from snugfit.plans import Plan, write_atomically
 from snugfit.targets import load_target
@@ -158,6 +160,13 @@ def run_capped(
     return _child(request, quiet=False).returncode
 
 
+def _end_with_parent() -> None:
+    """Let the kernel end this process when the one that started it is gone, however that ended (Linux)."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The child: read the request, do it, and return the exit status."""
     import resource  # not on every system
@@ -165,6 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m snugfit.capped", description="A run under a memory cap.")
     parser.add_argument("request", help="JSON file that run_capped or measure_baseline wrote")
     request = json.loads(Path(parser.parse_args(arguments).request).read_text(encoding="utf-8"))
+    _end_with_parent()
     try:
         job = load_target(request["target"], **request["options"])
         _open(job)

@@ -25,7 +25,7 @@ from snugfit.memory import measuring, tracing
 from snugfit.memory.reports import MemoryReport
 from snugfit.planning import search
 from snugfit.plans import Plan, Segment, write_atomically
-from snugfit.targets import load_target, users_line
+from snugfit.targets import load_target, prints_on_stderr, users_line
 from snugfit.training import checkpointing, splitting
 
 DONE, DOES_NOT_FIT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
@@ -198,9 +198,10 @@ def measure(request: _FileRequest) -> int:
 @_command(_FileRequest)
 def plan(request: _FileRequest) -> int:
     """Find the fastest plan that fits; -o saves it for train."""
-    job = load_target(request.target, **request.options())
-    card, budget_bytes = request.card()
-    found = request.search(job, card, budget_bytes)
+    with prints_on_stderr():
+        job = load_target(request.target, **request.options())
+        card, budget_bytes = request.card()
+        found = request.search(job, card, budget_bytes)
     if request.output is not None:
         found.plan.save(request.output)
     if request.as_json:
@@ -216,8 +217,9 @@ def plan(request: _FileRequest) -> int:
 @_command(_TrainRequest)
 def train(request: _TrainRequest) -> int:
     """Train a job for some steps, under a plan and a memory cap if these are given."""
-    job = load_target(request.target, **request.options())
-    status = _train(request, job) if request.memory_cap is None else _train_capped(request, job)
+    with prints_on_stderr():
+        job = load_target(request.target, **request.options())
+        status = _train(request, job) if request.memory_cap is None else _train_capped(request, job)
     if status != DONE:
         return status
     report = json.loads((request.folder() / runs.REPORT).read_text(encoding="utf-8"))
@@ -255,23 +257,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if show is None:
             raise
         command = f"snugfit {given[0]}" if given and not given[0].startswith("-") else "snugfit"
-        _print_error(
-            PlanError(
-                f"cannot read the command line: {show()}",
-                got=shlex.join(["snugfit", *given]),
-                expected="the arguments and options of the command",
-                hint=f"{command} --help",
-            )
+        unreadable = PlanError(
+            f"cannot read the command line: {show()}",
+            got=shlex.join(["snugfit", *given]),
+            expected="the arguments and options of the command",
+            hint=f"{command} --help",
         )
+        print(unreadable, file=sys.stderr)
         return USER_ERROR
     return status if isinstance(status, int) else DONE
 
 
 def _memory(request: _FileRequest, predict: Callable[[Job, Plan, hardware.Device], MemoryReport]) -> int:
-    job = load_target(request.target, **request.options())
-    card, budget_bytes = request.card()
-    described = request.plan(job)
-    report = predict(job, described, card)
+    with prints_on_stderr():
+        job = load_target(request.target, **request.options())
+        card, budget_bytes = request.card()
+        described = request.plan(job)
+        report = predict(job, described, card)
     fits = report.fits(budget_bytes)
     document = {
         "plan": described.to_dict(),
@@ -363,7 +365,7 @@ def _answer(act: Callable[[], int], request: _Output) -> int:
             if request.debug:
                 traceback.print_exc()
             named = error if isinstance(error, SnugfitError) else _named(error)
-            _print_error(named)
+            print(named, file=sys.stderr)
             if not isinstance(error, (InfeasibleError, DeviceMemoryError)):
                 return USER_ERROR
             if request.as_json:
@@ -382,10 +384,6 @@ def _named(error: Exception) -> SnugfitError:
         expected="a job whose model, loss, optimizer and batch run without an error",
         hint="pass --debug to see the whole traceback",
     )
-
-
-def _print_error(error: SnugfitError) -> None:
-    print(error, file=sys.stderr)
 
 
 def _print_warning(message: Warning | str, *_: Any) -> None:

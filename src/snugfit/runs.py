@@ -24,7 +24,8 @@ from torch import nn
 from snugfit import hardware, sizes
 from snugfit.errors import BatchError, PlanError, UnsupportedError
 from snugfit.jobs import Job
-from snugfit.memory.measuring import memory_errors_named, random_states
+from snugfit.memory.measuring import memory_errors_named
+from snugfit.memory.random_states import random_states
 from snugfit.plans import Plan, write_atomically
 from snugfit.training import build, example
 

@@ -10,7 +10,8 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,13 @@ from snugfit.integrations import known_models
 from snugfit.jobs import Job
 
 DEFAULT_NAME = "job"
+
+
+@contextmanager
+def prints_on_stderr() -> Iterator[None]:
+    """What the user's code prints goes to standard error, so that standard output holds the answer alone."""
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 def load_target(

@@ -7,13 +7,11 @@ OpenMP) take from the heap past torch's allocator, and the heap's own overhead.
 
 import copy
 import gc
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +19,7 @@ from snugfit import hardware
 from snugfit.errors import DeviceMemoryError, UnsupportedError
 from snugfit.jobs import Job
 from snugfit.memory import torch_private
+from snugfit.memory.random_states import random_states
 from snugfit.memory.recording import Birth, Recording
 from snugfit.memory.reports import MemoryReport, PeakAt
 from snugfit.memory.tracing import Trace
@@ -279,21 +278,6 @@ def _copier(module: nn.Module) -> Callable[[], nn.Module]:
             ) from error
 
     return twin
-
-
-@contextmanager
-def random_states(seed: int) -> Iterator[None]:
-    """Seed Python's, numpy's and torch's random states, and put them back as they were."""
-    states = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng():
-        random.seed(seed)
-        numpy.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            numpy.random.set_state(states[1])
 
 
 @contextmanager

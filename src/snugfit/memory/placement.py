@@ -5,8 +5,10 @@ make from it. What it builds without naming a device stays on the host until it 
 "cuda" has everything on the card.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -39,6 +41,26 @@ class Placement(TorchFunctionMode):
             return self._recorder.placed(result) if func is Tensor.to else result
 
 
+@contextmanager
+def cuda_functions_without_a_card() -> Iterator[None]:
+    """Let a step wait for the card, choose it or ask for its memory, though there is none: these change no tensor."""
+    with ExitStack() as stack:
+        for name in _WITHOUT_EFFECT:
+            stack.enter_context(mock.patch.object(torch.cuda, name, return_value=None))
+        for name in _COUNTERS:
+            stack.enter_context(mock.patch.object(torch.cuda, name, return_value=0))
+        yield
+
+
+_WITHOUT_EFFECT = (
+    "synchronize",
+    "empty_cache",
+    "set_device",
+    "reset_peak_memory_stats",
+    "manual_seed",
+    "manual_seed_all",
+)
+_COUNTERS = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "current_device")
 _CPU = torch.device("cpu")
 
 

@@ -226,7 +226,11 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             else:
                 result = self.run(func, types, args, kwargs or {})
         except torch_private.FAKE_ERRORS as error:
-            raise self._refusal(str(func), error) from error
+            raise self._refusal(str(func)) from error
+        except RuntimeError as error:  # torch.library.custom_op without register_fake
+            if "no fake impl" not in str(error):
+                raise
+            raise self._refusal(str(func)) from error
         finally:
             self._depth -= 1
         self._record(func, args, kwargs or {}, result)
@@ -246,6 +250,8 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         for tensor in _tensors(result):
             if type(tensor) is not torch_private.Fake:
                 continue
+            if tensor.layout is not torch.strided:
+                raise self._refusal(f"{name} (a {tensor.layout} result)")
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key in self._live:
@@ -343,14 +349,14 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             self._writes[func] = torch_private.only_writes(func)
         return self._writes[func]
 
-    def _refusal(self, op: str, error: Exception) -> UnsupportedError:
+    def _refusal(self, op: str) -> UnsupportedError:
         module = self.module or "the step itself"
         return UnsupportedError(
             f"the operation {op} cannot be traced without real values",
             got=f"{op} in {module}, phase {self.phase}",
             expected="operations whose result sizes do not depend on tensor values, with a fake (meta) kernel",
-            hint="keep .item(), bool(tensor) and data-dependent shapes out of the step; give a custom operator a "
-            "kernel with torch.library.register_fake",
+            hint="keep .item(), bool(tensor), data-dependent shapes and sparse gradients out of the step (and of the "
+            "optimizer); give a custom operator a kernel with torch.library.register_fake",
             op=op,
             module=self.module,
         )

@@ -21,11 +21,12 @@ from snugfit import hardware
 from snugfit.errors import PlanError
 from snugfit.jobs import Job
 from snugfit.memory import allocator, cuda_rules, library_rules, torch_private
-from snugfit.memory.placement import Placement
-from snugfit.memory.recording import Recorder, Recording, Work
+from snugfit.memory.placement import Placement, cuda_functions_without_a_card
+from snugfit.memory.random_states import random_states
+from snugfit.memory.recording import Birth, Recorder, Recording, Work
 from snugfit.memory.reports import MemoryReport, PeakAt
 from snugfit.plans import Plan
-from snugfit.training import build, example, splitting
+from snugfit.training import build, example, nonfinite, splitting
 
 _STATIC = ("parameter", "buffer", "gradient", "optimizer")
 _MARKS = {"forward end": "forward end", "backward end": "backward end", "step end": "step end"}
@@ -51,6 +52,13 @@ def trace(make_step: Callable[[], Callable[[], object]], device: str | hardware.
         UnsupportedError: An operation that needs values (``.item()``) or has no fake kernel; names it and its module.
         PlanError: Unknown device.
     """
+    if not callable(make_step):
+        raise PlanError(
+            "make_step cannot be called",
+            got=type(make_step).__name__,
+            expected="a function that builds everything and returns the step",
+            hint="pass the function itself: snugfit.trace(make_step)",
+        )
     return record(lambda _: make_step(), hardware.resolve(device)).report()
 
 
@@ -111,7 +119,8 @@ class Trace:
         replay = self.peaks()
         blocks, at = replay.block_bytes, replay.peak_index
         phases = {name: _by_category(recording, blocks, _last(recording, mark)) for name, mark in _MARKS.items()}
-        birth = recording.births[recording.events[at] - 1]
+        nothing = Birth(0, "other", "build", "", "nothing", 0)
+        birth = recording.births[recording.events[at] - 1] if recording.births else nothing
         at_backward_end = _by_category(recording, blocks, _last(recording, "backward end"))
         return MemoryReport(
             device=self.device.name,
@@ -142,8 +151,9 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
     traced_samples = share if share <= 2 * size else _FULL_MICRO_BATCHES * size + share % size
     if device.kind == "cpu" or job.split is not None:  # the whole batch lies in the same memory, or cannot be resized
         traced_samples = share
-    batch = example.example_batch(job, traced_samples)
-    micro_batches, counts = build.prepare(job, batch, size)
+    with random_states(job.seed):
+        batch = example.example_batch(job, traced_samples)
+        micro_batches, counts = build.prepare(job, batch, size)
     assumptions = []
     if windows is None:
         shown = _representative(len(micro_batches), plan)
@@ -189,14 +199,18 @@ def record(
         assumptions.append("compute capability unknown, taken as 8.0: attention kernels and workspaces follow it")
     with ExitStack() as stack:
         stack.enter_context(collector_off())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(random_states())
         if cuda:
             stack.enter_context(
                 cuda_rules.cuda_semantics(capability, lambda cast: recorder.categorise([cast], "autocast"))
             )
+        # An engine that make_step builds must not read whether a gradient is finite.
+        stack.enter_context(mock.patch.object(nonfinite, "decider", return_value=lambda found_inf, count: None))
         stack.enter_context(_initialisers_off())
         stack.enter_context(torch_private.modules_converted_in_place())
         stack.enter_context(recorder.recording_on())
+        if cuda:
+            stack.enter_context(cuda_functions_without_a_card())
         stack.enter_context(Placement(recorder))
         step = make_step(recorder)
         if not callable(step):
@@ -224,7 +238,7 @@ def skeleton(job: Job) -> nn.Module:
     """
     if isinstance(job.model, nn.Module):
         return job.model
-    with torch.random.fork_rng(devices=[]), _initialisers_off(), Recorder(host_scalars=False):
+    with random_states(job.seed), _initialisers_off(), Recorder(host_scalars=False):
         return build.build_model(job)
 
 

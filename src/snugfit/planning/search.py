@@ -93,9 +93,9 @@ class _Search:
         self.device = hardware.resolve(device)
         self.budget_bytes = self.device.memory_bytes if budget is None else sizes.parse(budget)
         self.fixed = dict(fixed)
-        given = {"micro_batch_size": batch_size, **self.fixed, "batch_size": batch_size, "world_size": world_size}
-        given["micro_batch_size"] = min(given["micro_batch_size"], -(-batch_size // max(1, world_size)))
-        self.first = Plan(**given)
+        whole = Plan(**{"micro_batch_size": 1, **self.fixed, "batch_size": batch_size, "world_size": world_size})
+        given = "micro_batch_size" in self.fixed
+        self.first = whole if given else replace(whole, micro_batch_size=whole.samples_per_rank)
         self.candidates: dict[Plan, Candidate] = {}
         self._families: dict[tuple[Any, ...], ScaledTrace | None] = {}
         self._surplus: dict[tuple[Any, ...], int] = {}
@@ -308,11 +308,18 @@ def _frontier(candidates: list[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _check_names(fixed: Mapping[str, Any], allow: Collection[str]) -> None:
-    known = {field.name for field in fields(Plan)}
+    if not isinstance(fixed, Mapping):
+        raise PlanError(
+            "fixed is not a mapping",
+            got=repr(fixed),
+            expected="names of Plan's fields to values",
+            hint='write fixed={"precision": "bf16-mixed"}',
+        )
+    known = {field.name for field in fields(Plan)} - {"batch_size", "world_size"}
     unknown = sorted(set(fixed) - known)
     if unknown:
         raise PlanError(
-            f"unknown field of a plan in fixed: {', '.join(unknown)}",
+            f"not a field that can be fixed: {', '.join(unknown)}",
             got=repr(dict(fixed)),
             expected=f"fields of Plan: {', '.join(sorted(known))}",
             hint='write fixed={"precision": "bf16-mixed"}',

@@ -174,6 +174,15 @@ def _check_model(model: nn.Module) -> None:
             expected="a plain module, or one in DDP",
             hint="wrap the model in DistributedDataParallel instead",
         )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
+            raise UnsupportedError(
+                f"the module {name!r} makes sparse gradients, which cannot be clipped or averaged yet",
+                got=f"{type(module).__name__}(sparse=True)",
+                expected="dense gradients",
+                hint="build it with sparse=False",
+                module=name,
+            )
     for name, parameter in model.named_parameters():
         updates = getattr(parameter, "_in_backward_optimizers", None)
         if updates or getattr(parameter, "_post_accumulate_grad_hooks", None):

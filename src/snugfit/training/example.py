@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from snugfit.errors import PlanError, SnugfitError
+from snugfit.errors import BatchError, PlanError, SnugfitError
 from snugfit.jobs import Job
 from snugfit.training import splitting
 
@@ -31,7 +31,7 @@ def example_batch(job: Job, num_samples: int) -> Any:
         batch = _longest(batch)
     elif callable(batch) and not isinstance(batch, torch.Tensor):
         try:
-            return batch(num_samples)
+            made = batch(num_samples)
         except SnugfitError:
             raise
         except Exception as error:
@@ -41,6 +41,14 @@ def example_batch(job: Job, num_samples: int) -> Any:
                 expected="a batch of that many samples",
                 hint="call job.batch(2) by itself to see where it fails",
             ) from error
+        if job.split is None and splitting.num_samples(made) != num_samples:
+            raise BatchError(
+                "Job.batch made a batch of another size",
+                got=f"{splitting.num_samples(made)} samples",
+                expected=f"the {num_samples} samples that it was asked for",
+                hint="use the function's argument as the first dimension of every tensor",
+            )
+        return made
     if job.split is not None:
         return batch
     return splitting.resize(batch, num_samples)
