@@ -303,3 +303,18 @@ def test_help_is_shown_with_exit_code_0(call, words):
     status, out, _ = call(*words)
     assert status == cli.DONE
     assert "Usage" in out
+
+
+@pytest.mark.parametrize("command", ["estimate", "plan"])
+def test_what_the_users_code_prints_does_not_mix_with_the_json_document(command, jobs, call, tmp_path):
+    (tmp_path / jobs).write_text("print('noise of the file')\n" + JOBS)
+    status, out, err = call(command, jobs, "--device", "cpu", "--json")
+    assert status == 0
+    assert json.loads(out)
+    assert "noise of the file" in err
+
+
+def test_plan_says_that_a_micro_batch_was_clamped(jobs, call):
+    status, _, err = call("plan", jobs, "--device", "cpu", "--batch", "8", "--micro-batch", "100")
+    assert status == 0
+    assert "clamped to 8" in err
