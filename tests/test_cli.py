@@ -5,6 +5,7 @@ import os
 import warnings
 
 import pytest
+import torch
 
 from snugfit import Plan, cli, hardware
 
@@ -318,3 +319,31 @@ def test_plan_says_that_a_micro_batch_was_clamped(jobs, call):
     status, _, err = call("plan", jobs, "--device", "cpu", "--batch", "8", "--micro-batch", "100")
     assert status == 0
     assert "clamped to 8" in err
+
+
+def test_training_on_a_card_that_is_not_here_is_refused_before_anything_is_written(jobs, call, tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a card")
+    status, _, err = call(
+        "train", jobs, "--steps", "1", "--batch", "4", "--device", "rtx-3060-12gb", "--run-dir", "run"
+    )
+    assert status == 2
+    assert "needs a device that is present" in err
+    assert "CUDA" in err
+    assert_four_parts(err)
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_of_another_batch_size_than_the_plan_s_is_refused(jobs, call, tmp_path):
+    data = "\n\ndef job():\n    return snugfit.Job(model, loss, optimizer, batch, data=lambda: [batch(3)] * 4)\n"
+    (tmp_path / jobs).write_text(JOBS + data)
+    status, _, err = call("train", jobs, "--steps", "1", "--batch", "8", "--device", "cpu")
+    assert status == 2
+    assert "a first batch of 3 samples" in err
+    assert_four_parts(err)
+
+
+def test_a_precision_that_is_nearly_right_is_suggested(jobs, call):
+    for given, meant in (("bf16", "bf16-mixed"), ("fp16", "16-mixed"), ("32", "32-true")):
+        _, _, err = call("estimate", jobs, "--device", "cpu", "--precision", given)
+        assert f"precision={meant!r}" in err.splitlines()[-1]

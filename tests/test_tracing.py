@@ -401,3 +401,15 @@ def test_a_batch_of_another_size_than_asked_for_is_refused():
     )
     with pytest.raises(snugfit.BatchError, match="another size"):
         snugfit.estimate(job, snugfit.Plan(batch_size=8, micro_batch_size=8), CARD)
+
+
+def test_a_plan_report_is_not_a_plan():
+    job = snugfit.Job(
+        lambda: nn.Linear(8, 1),
+        lambda model, batch: model(batch["x"]).mean(),
+        lambda model: torch.optim.SGD(model.parameters(), 0.1),
+        lambda n: {"x": torch.zeros(n, 8)},
+    )
+    with pytest.raises(snugfit.PlanError) as caught:
+        snugfit.estimate(job, snugfit.plan(job, "cpu", batch_size=8), "cpu")
+    assert ".plan" in caught.value.hint

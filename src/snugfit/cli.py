@@ -356,9 +356,10 @@ def _segments(text: str, job: Job) -> tuple[Segment, ...]:
 
 def _answer(act: Callable[[], int], request: _Output) -> int:
     """Run a command; an error becomes one message and an exit status, a warning one line."""
+    said: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = _print_warning  # type: ignore[assignment]
+        warnings.showwarning = lambda message, *_, **__: tables.warning(str(message), said)
         try:
             return act()
         except Exception as error:
@@ -384,10 +385,6 @@ def _named(error: Exception) -> SnugfitError:
         expected="a job whose model, loss, optimizer and batch run without an error",
         hint="pass --debug to see the whole traceback",
     )
-
-
-def _print_warning(message: Warning | str, *_: Any) -> None:
-    print(f"warning: {message}", file=sys.stderr)
 
 
 def _document(values: dict[str, Any]) -> str:

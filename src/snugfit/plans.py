@@ -4,6 +4,7 @@ Entry points: ``Plan`` and ``Segment``. A plan holds built-in values only, so it
 goes to JSON as it is. Choosing one is ``planning``'s; carrying one out is ``training``'s.
 """
 
+import difflib
 import json
 import os
 import tempfile
@@ -300,8 +301,15 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
             f"unknown {name}",
             got=f"{name}={value!r}",
             expected=" | ".join(map(repr, choices)),
-            hint=f"choose {name}={choices[0]!r}",
+            hint=f"choose {name}={_nearest(str(value), choices)!r}",
         )
+
+
+def _nearest(value: str, choices: tuple[str, ...]) -> str:
+    """The choice that was probably meant: ``bf16`` means ``bf16-mixed``, ``fp16`` means ``16-mixed``."""
+    begun = [choice for choice in choices if value and choice.startswith(value)]
+    named = [choice for choice in choices if choice.partition("-")[0] in value]
+    return (begun or named or difflib.get_close_matches(value, choices, 1) or choices)[0]
 
 
 def _round_up(value: int, step: int) -> int:

@@ -27,7 +27,7 @@ from snugfit.jobs import Job
 from snugfit.memory.measuring import memory_errors_named
 from snugfit.memory.random_states import random_states
 from snugfit.plans import Plan, write_atomically
-from snugfit.training import build, example
+from snugfit.training import build, example, splitting
 
 METRICS, REPORT, PLAN = "metrics.jsonl", "report.json", "plan.json"
 
@@ -100,12 +100,12 @@ def train(
         raise PlanError(
             "steps must be a whole number of at least 1", got=f"steps={steps!r}", expected=">= 1", hint="pass steps=100"
         )
+    target = build.present(device)
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     for name in (REPORT, METRICS):
         (folder / name).unlink(missing_ok=True)
     plan.save(folder / PLAN)
-    target = hardware.resolve(device)
     if target.kind == "cpu":
         warm_up()
     gc.collect()  # what is freed during the run must not be in its baseline
@@ -120,8 +120,10 @@ def train(
         skipped = 0
         with _progress(steps) as show, (folder / METRICS).open("a", encoding="utf-8", buffering=1) as metrics:
             start = time.perf_counter()
-            for _ in range(steps):
+            for step in range(steps):
                 batch = next(batches)
+                if step == 0 and job.split is None:
+                    _check_size(batch, plan)
                 before, samples_before = time.perf_counter(), engine.sample_count
                 result = engine.step(batch) if recover else engine.run(*engine.prepare(batch, plan.micro_batch_size))
                 losses.append(_finite(result.loss))
@@ -203,6 +205,19 @@ def warm_up() -> None:
             optimizer.zero_grad()
         images = F.conv2d(torch.rand(2, 8, 32, 32), torch.rand(8, 8, 3, 3, requires_grad=True))
         torch.autograd.backward(images.sum())
+
+
+def _check_size(batch: Any, plan: Plan) -> None:
+    """Refuse data whose batches are not those of the plan: its numbers would be those of another job."""
+    given = splitting.num_samples(batch)
+    if given != plan.samples_per_rank:
+        raise BatchError(
+            "job.data() yields batches of another size than the plan's",
+            got=f"a first batch of {given} samples",
+            expected=f"{plan.samples_per_rank} samples (batch_size={plan.batch_size} over {plan.world_size} ranks)",
+            hint=f"plan with batch_size={given * plan.world_size}, or let job.data yield that many",
+            num_samples=given,
+        )
 
 
 class _PeakMemory:

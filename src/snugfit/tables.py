@@ -228,3 +228,10 @@ def _share(num_bytes: int, total: int) -> str:
 
 def _loss(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
+
+
+def warning(message: str, said: set[str]) -> None:
+    """Print a warning on standard error, each text once: torch forgets what it has warned of."""
+    if message not in said:
+        said.add(message)
+        print(f"warning: {message}", file=sys.stderr)

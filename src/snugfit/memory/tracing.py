@@ -7,6 +7,7 @@ other processes hold.
 
 import copy
 import gc
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -147,6 +148,13 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
         windows: For each window the indices of the micro-batches that it runs. By default two windows, the first
             of two micro-batches, the second of two full ones and the tail: later full ones repeat the second.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            "this is not a plan",
+            got=type(plan).__name__,
+            expected="snugfit.Plan",
+            hint="pass the plan itself: snugfit.plan(...).plan",
+        )
     size, share = plan.micro_batch_size, plan.samples_per_rank
     traced_samples = share if share <= 2 * size else _FULL_MICRO_BATCHES * size + share % size
     if device.kind == "cpu" or job.split is not None:  # the whole batch lies in the same memory, or cannot be resized
@@ -209,6 +217,8 @@ def record(
         stack.enter_context(_initialisers_off())
         stack.enter_context(torch_private.modules_converted_in_place())
         stack.enter_context(recorder.recording_on())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # torch's own, of ours
         if cuda:
             stack.enter_context(cuda_functions_without_a_card())
         stack.enter_context(Placement(recorder))

@@ -66,7 +66,10 @@ def infeasible(smallest: Candidate, budget_bytes: int, device: hardware.Device) 
     memory, plan = smallest.memory, smallest.plan
     held = ", ".join(f"{category} {sizes.text(size)}" for category, size in memory.by_category.items())
     static = memory.static_bytes
-    if static + memory.context_bytes > budget_bytes:
+    beside = memory.context_bytes + memory.margin_bytes
+    if static <= budget_bytes and beside >= budget_bytes:
+        hint = f"context and margin alone take {sizes.text(beside)}: no job fits a smaller budget; give a larger one"
+    elif static + beside > budget_bytes:
         at_end = memory.at("backward end")
         alone = ", ".join(
             f"{category} {sizes.text(at_end.get(category, 0))}" for category in _STATIC if at_end.get(category)

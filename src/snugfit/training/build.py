@@ -40,14 +40,7 @@ def build(job: Job, plan: Plan, device: str | hardware.Device = "auto") -> Engin
         UnsupportedError: The plan asks for something that is not built yet.
         DeviceMemoryError: The model does not fit.
     """
-    target = hardware.resolve(device)
-    if target.kind == "cuda" and not torch.cuda.is_available():
-        raise PlanError(
-            "training needs a device that is present",
-            got=f"device={target.name!r}, and no CUDA device on this machine",
-            expected='"auto" or "cpu"',
-            hint="use estimate or plan for other devices",
-        )
+    target = present(device)
     if plan.world_size != distributed.world_size():
         raise PlanError(
             "the plan is for another number of ranks",
@@ -56,6 +49,23 @@ def build(job: Job, plan: Plan, device: str | hardware.Device = "auto") -> Engin
             hint=f"plan with world_size={distributed.world_size()}, or start with torchrun",
         )
     return construct(job, plan, target.torch_device)
+
+
+def present(device: str | hardware.Device) -> hardware.Device:
+    """Resolve a device that is to be trained on.
+
+    Raises:
+        PlanError: Unknown, or not in this machine.
+    """
+    target = hardware.resolve(device)
+    if target.kind == "cuda" and not torch.cuda.is_available():
+        raise PlanError(
+            "training needs a device that is present",
+            got=f"device={target.name!r}, and no CUDA device on this machine",
+            expected='"auto" or "cpu"',
+            hint="use estimate or plan for other devices",
+        )
+    return target
 
 
 def construct(job: Job, plan: Plan, device: torch.device) -> Engine:
