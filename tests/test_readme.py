@@ -15,3 +15,9 @@ def test_the_python_blocks_of_the_readme_run(capsys):
     printed = capsys.readouterr().out
     assert "micro_batch_size=" in printed
     assert names["report"].at("backward end")["gradient"] == 4096 * 4096 * 4 + 4096 * 4
+
+
+def test_the_tree_of_the_readme_names_every_source_file():
+    text = README.read_text(encoding="utf-8")
+    files = {path.name for path in (README.parent / "src").rglob("*.py")} - {"__init__.py"}
+    assert {name for name in files if name not in text} == set()
