@@ -203,13 +203,9 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             [(kept_before[position], work) for position, work in recording.work],
         )
 
-    def allocate(self, num_bytes: int, category: str, op: str) -> int:
-        """Record memory that no tensor holds, such as a library's workspace; returns its key for ``release``."""
-        return self._birth(num_bytes, category, op)
-
-    def release(self, key: int) -> None:
-        """Record the end of what ``allocate`` recorded."""
-        self.recording.events.append(-(key + 1))
+    def allocate(self, num_bytes: int, category: str, op: str) -> None:
+        """Record memory that no tensor holds and that is never freed, such as a library's workspace."""
+        self._birth(num_bytes, category, op)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

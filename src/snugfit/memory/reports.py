@@ -11,19 +11,6 @@ from typing import Any
 from snugfit import sizes
 from snugfit.errors import PlanError
 
-CATEGORIES = (
-    "parameter",
-    "buffer",
-    "gradient",
-    "optimizer",
-    "saved",
-    "temporary",
-    "autocast",
-    "workspace",
-    "input",
-    "other",
-)
-LABELS = ("modelled", "CPU-measured", "GPU-measured")
 PHASES = ("forward end", "backward end", "step end")
 
 MARGIN_FRACTION = 0.05
@@ -74,7 +61,11 @@ class MemoryReport:
     context_bytes: int
     "Held by the device outside of the allocator (driver, loaded kernels)."
     by_category: Mapping[str, int]
-    "Category to bytes at the moment of the peak; the sum is ``peak_allocated_bytes``."
+    """Category to bytes at the moment of the peak; the sum is ``peak_allocated_bytes``.
+
+    Keys, of which only those with bytes are there: ``parameter buffer gradient optimizer saved temporary autocast
+    workspace input other``.
+    """
     by_module: Mapping[str, Mapping[str, int]]
     "Module to category to bytes at the moment of the peak."
     peak_at: PeakAt

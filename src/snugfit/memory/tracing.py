@@ -25,12 +25,11 @@ from snugfit.memory import allocator, cuda_rules, library_rules, torch_private
 from snugfit.memory.placement import Placement, cuda_functions_without_a_card
 from snugfit.memory.random_states import random_states
 from snugfit.memory.recording import Birth, Recorder, Recording, Work
-from snugfit.memory.reports import MemoryReport, PeakAt
+from snugfit.memory.reports import PHASES, MemoryReport, PeakAt
 from snugfit.plans import Plan
 from snugfit.training import build, example, nonfinite, splitting
 
 _STATIC = ("parameter", "buffer", "gradient", "optimizer")
-_MARKS = {"forward end": "forward end", "backward end": "backward end", "step end": "step end"}
 _MATRIX_PRODUCTS = ("mm.default", "addmm.default", "bmm.default", "baddbmm.default")
 _FULL_MICRO_BATCHES = 2
 _WINDOWS = 2
@@ -119,16 +118,15 @@ class Trace:
         recording = self.recording
         replay = self.peaks()
         blocks, at = replay.block_bytes, replay.peak_index
-        phases = {name: _by_category(recording, blocks, _last(recording, mark)) for name, mark in _MARKS.items()}
+        phases = {name: _by_category(recording, blocks, _last(recording, name)) for name in PHASES}
         nothing = Birth(0, "other", "build", "", "nothing", 0)
         birth = recording.births[recording.events[at] - 1] if recording.births else nothing
-        at_backward_end = _by_category(recording, blocks, _last(recording, "backward end"))
         return MemoryReport(
             device=self.device.name,
             label="modelled",
             peak_allocated_bytes=replay.peak_allocated_bytes,
             peak_reserved_bytes=replay.peak_reserved_bytes,
-            static_bytes=sum(at_backward_end.get(category, 0) for category in _STATIC),
+            static_bytes=sum(phases["backward end"].get(category, 0) for category in _STATIC),
             context_bytes=self.device.context_bytes,
             by_category=_by_category(recording, blocks, at + 1),
             by_module=_by_module(recording, blocks, at + 1),

@@ -129,6 +129,8 @@ class _Search:
 
     def _exact(self, plan: Plan) -> Candidate:
         """A candidate traced as it is."""
+        if plan in self._traced:
+            return self.candidates[plan]
         self._traced.add(plan)
         gc.collect()  # the last trace's tensors hold each other
         trace = tracing.record_job(self.job, plan, self.device)
@@ -203,8 +205,7 @@ class _Search:
                 failing = middle
         if fitting == 0:
             return self._judge(replace(plan, micro_batch_size=1))
-        if failing <= share:
-            self._judge(replace(plan, micro_batch_size=failing))  # the reasons say what one sample more would need
+        self._judge(replace(plan, micro_batch_size=failing))  # the reasons say what one sample more would need
         sizes_tried = options.micro_batch_sizes(plan.samples_per_rank, fitting)[:_SIZES_TIMED]
         tried = [self._judge(replace(plan, micro_batch_size=size)) for size in sizes_tried]
         tried = [candidate for candidate in tried if candidate.fits]

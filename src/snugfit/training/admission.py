@@ -34,13 +34,7 @@ def check(
         PlanError: No parameters, an optimizer over another model, half-precision weights under fp16.
         UnsupportedError: Something that is not driven exactly.
     """
-    if next(model.parameters(), None) is None:
-        raise PlanError(
-            "the model has no parameters",
-            got=type(model).__name__,
-            expected="something to train",
-            hint="register layers as attributes, or in nn.ModuleList instead of a list",
-        )
+    check_parameters(model)
     if plan is not None:
         check_plan(plan)
     precision.autocast(precision_name, "cpu")
@@ -55,6 +49,21 @@ def check(
                 expected='nonfinite="skip" or "raise": the loss scale is found by overflowing',
                 hint='use nonfinite="skip", or precision="bf16-mixed"',
             )
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Refuse a model in which there is nothing to train.
+
+    Raises:
+        PlanError: No parameters.
+    """
+    if next(model.parameters(), None) is None:
+        raise PlanError(
+            "the model has no parameters",
+            got=type(model).__name__,
+            expected="something to train",
+            hint="register layers as attributes, or in nn.ModuleList instead of a list",
+        )
 
 
 def check_plan(plan: Plan) -> None:

@@ -129,13 +129,7 @@ def build_model(job: Job) -> nn.Module:
             expected="torch.nn.Module",
             hint="return the model from the function",
         )
-    if next(model.parameters(), None) is None:
-        raise PlanError(
-            "the model has no parameters",
-            got=type(model).__name__,
-            expected="something to train",
-            hint="register layers as attributes, or in nn.ModuleList instead of a list",
-        )
+    admission.check_parameters(model)
     return model
 
 
