@@ -52,7 +52,7 @@ def one_rank(rank, folder):
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT))
     results = {}
-    for scenario in (c003, c022, c111, uneven, drifting, out_of_memory):
+    for scenario in (c003, c022, c111, uneven, drifting, out_of_memory, static_graph):
         try:
             results[scenario.__name__] = scenario(rank)
         except Exception:
@@ -222,19 +222,15 @@ def test_one_process_is_one_rank_and_agrees_with_itself():
     distributed.check_ranks(LinearStack())
 
 
-@pytest.mark.parametrize("static", [True, False])
-def test_ddp_that_fixes_its_reductions_is_refused_by_name(static, tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = Weight()
-        wrapped = DistributedDataParallel(model, static_graph=static)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        if static:
-            with pytest.raises(UnsupportedError, match="static_graph"):
-                Engine(wrapped, optimizer, loss=mean_product)
-        else:
-            engine = Engine(wrapped, optimizer, loss=mean_product, micro_batch_size=1)
-            assert not engine.step(torch.ones(2)).skipped
-            assert engine.close() is model
-    finally:
-        dist.destroy_process_group()
+def static_graph(rank):
+    model = Weight()
+    wrapped = DistributedDataParallel(model, static_graph=True)
+    with pytest.raises(UnsupportedError, match="static_graph"):
+        Engine(wrapped, torch.optim.SGD(model.parameters(), lr=1.0), loss=mean_product)
+    engine, _ = engine_of(Weight(), micro_batch_size=1)
+    inner = engine.model.module
+    return [engine.step(torch.ones(2)).skipped, engine.close() is inner]
+
+
+def test_ddp_that_fixes_its_reductions_is_refused_by_name_and_any_other_is_given_back_plain(ranks):
+    assert ranks["static_graph"] == [[False, True]] * RANKS
