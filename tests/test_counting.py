@@ -1,12 +1,17 @@
 import math
+import warnings
 from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
-from snugfit import BatchError
-from snugfit.training.counting import resolve, tokens, warn_of_ignored_labels
+from snugfit import BatchError, Engine, Loss
+from snugfit.jobs import UNSAID
+from snugfit.training.counting import is_doubtful, resolve, settled, tokens
 from snugfit.training.splitting import num_samples
+from tolerances import CUT_FLOAT32
 
 LABELS = torch.tensor([[1, 2, -100, -100], [-100, 3, 4, 5]])
 
@@ -58,9 +63,77 @@ def test_a_count_that_cannot_be_divided_by_is_refused(value):
         resolve(lambda batch: value, num_samples)({})
 
 
-def test_ignored_labels_are_warned_of_and_labels_per_sample_are_not():
-    with pytest.warns(UserWarning, match="-100"):
-        assert warn_of_ignored_labels({"labels": LABELS})
-    assert not warn_of_ignored_labels({"labels": LABELS.clamp(min=0)})
-    assert not warn_of_ignored_labels({"labels": torch.tensor([1, -100])})
-    assert not warn_of_ignored_labels((LABELS, LABELS))
+PLAIN = nn.Linear(1, 1)
+
+
+def test_ignored_labels_under_a_count_of_samples_are_doubtful_and_labels_per_sample_are_not():
+    assert is_doubtful("samples", {"labels": LABELS})
+    assert not is_doubtful(tokens(), {"labels": LABELS})
+    for batch in ({"labels": LABELS.clamp(min=0)}, {"labels": torch.tensor([1, -100])}, (LABELS, LABELS)):
+        assert not is_doubtful("samples", batch)
+
+
+@pytest.mark.parametrize("step", ["step", "step_window"])
+def test_ignored_labels_are_warned_of_once_and_not_where_the_loss_reports_its_own_count(step):
+    batch = {"x": torch.ones(2, 1), "labels": LABELS}
+
+    def reporting(model, batch):
+        return Loss(model(batch["x"]).sum(), tokens()(batch))
+
+    def mean(model, batch):
+        return model(batch["x"]).mean()
+
+    for loss, expected in ((reporting, 0), (mean, 1)):
+        engine = Engine(PLAIN, torch.optim.SGD(PLAIN.parameters(), lr=0.0), loss=loss)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                getattr(engine, step)(batch if step == "step" else [batch])
+        assert [str(one.message).startswith("labels hold -100") for one in seen] == [True] * expected
+
+
+def gpt2():
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8, eos_token_id=0, bos_token_id=0)
+    )
+
+
+class Wrapped(nn.Module):
+    """What DDP and adapter libraries look like from outside."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, Wrapped])
+def test_the_tokens_of_a_causal_model_of_transformers_are_inferred_and_said(wrap):
+    with pytest.warns(UserWarning, match="count inferred"):
+        assert settled(UNSAID, wrap(gpt2()), {"labels": LABELS}) == tokens(shift=True)
+
+
+def test_what_was_said_is_never_inferred():
+    batch = {"labels": LABELS.clamp(min=0)}
+    assert settled("samples", gpt2(), batch) == "samples"
+    assert settled(tokens(), gpt2(), batch) == tokens()
+    assert settled(UNSAID, PLAIN, batch) == UNSAID == "samples"
+    assert settled(UNSAID, gpt2(), {"input_ids": LABELS}) == "samples"
+
+
+def test_a_causal_model_without_a_count_trains_on_the_mean_over_its_tokens():
+    torch.manual_seed(0)
+    model = gpt2().eval()
+    tokens_ = torch.randint(0, 16, (4, 8))
+    labels = tokens_.clone()
+    for sample, length in enumerate((1, 7, 3, 5)):
+        labels[sample, length:] = -100
+    batch = {"input_ids": tokens_, "labels": labels}
+    whole = torch.autograd.grad(model(**batch).loss, list(model.parameters()))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = Engine(model, optimizer, loss=lambda model, batch: model(**batch).loss, micro_batch_size=1)
+    with pytest.warns(UserWarning, match="count inferred"):
+        result = engine.step(batch)
+    assert result.count == 12
+    for old, new, gradient in zip(before, model.parameters(), whole, strict=True):
+        torch.testing.assert_close(old - new, gradient, **CUT_FLOAT32)

@@ -76,6 +76,13 @@ def test_an_option_outside_of_its_range_is_refused_with_its_value(name, values):
         assert repr(value) in caught.value.got
 
 
+@pytest.mark.parametrize("name", ["model", "loss", "optimizer", "data", "scheduler", "split"])
+def test_an_argument_that_is_no_function_is_refused_by_name(name):
+    with pytest.raises(PlanError, match=f"Job.{name} cannot be called") as caught:
+        make_job(**{name: 3})
+    assert caught.value.got == "int"
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -11,22 +11,19 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
-from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from dataclasses import MISSING, asdict, fields
+from typing import Any, TypeVar, get_type_hints
 
 import typer
-from torch.utils.data import DataLoader
 
 from snugfit import capped, hardware, runs, sizes, tables
+from snugfit.arguments import FileRequest, Output, TrainRequest
 from snugfit.errors import DeviceMemoryError, InfeasibleError, PlanError, SnugfitError
 from snugfit.jobs import Job
 from snugfit.memory import measuring, tracing
 from snugfit.memory.reports import MemoryReport
-from snugfit.planning import search
-from snugfit.plans import Plan, Segment, write_atomically
+from snugfit.plans import Plan, write_atomically
 from snugfit.targets import load_target, prints_on_stderr, users_line
-from snugfit.training import checkpointing, splitting
 
 DONE, DOES_NOT_FIT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 _DEFAULT_BATCH_SIZE = 32
@@ -41,120 +38,7 @@ app = typer.Typer(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Output:
-    """Options that every command takes."""
-
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request(_Output):
-    """A job, a device and what is given of the plan; None where it is left open."""
-
-    target: Annotated[str, typer.Argument(help="file.py, file.py:name, a known model, or config.json with --task.")]
-    device: Annotated[str, typer.Option("--device", help='A name of "snugfit gpus", auto, cpu, or a size.')] = "auto"
-    budget: Annotated[str | None, typer.Option("--budget", help="What the job may use, 10GiB for example.")] = None
-    batch: Annotated[int | None, typer.Option("--batch", help="Samples per update over all ranks.")] = None
-    micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Samples of one forward.")] = None
-    precision: Annotated[str | None, typer.Option("--precision", help="32-true, 16-mixed or bf16-mixed.")] = None
-    recompute: Annotated[str | None, typer.Option("--recompute", help="none, blocks, every:K, segments:N.")] = None
-    world_size: Annotated[int, typer.Option("--world-size", help="Number of ranks.")] = 1
-    shard: Annotated[str | None, typer.Option("--shard", help="none, ddp or fsdp.")] = None
-    seq: Annotated[int | None, typer.Option("--seq", help="Tokens per sequence.")] = None
-    image: Annotated[int | None, typer.Option("--image", help="Pixels per side.")] = None
-    task: Annotated[str | None, typer.Option("--task", help="What a config.json is trained for.")] = None
-
-    def options(self) -> dict[str, Any]:
-        """Further arguments of ``load_target``."""
-        options = {"seq": self.seq, "image": self.image, "task": self.task}
-        return {name: value for name, value in options.items() if value is not None}
-
-    def card(self) -> tuple[hardware.Device, int]:
-        """The device and the budget in bytes; without ``--budget`` all of its memory."""
-        card = hardware.resolve(self.device)
-        return card, card.memory_bytes if self.budget is None else sizes.parse(self.budget)
-
-    def batch_size(self, job: Job) -> int:
-        """The batch size: as given, else that of the job's example, else a default."""
-        if self.batch is not None:
-            return self.batch
-        if isinstance(job.batch, DataLoader) and job.batch.batch_size is not None:
-            return job.batch.batch_size * self.world_size
-        if callable(job.batch) or isinstance(job.batch, DataLoader):
-            return _DEFAULT_BATCH_SIZE
-        return splitting.num_samples(job.batch) * self.world_size
-
-    def given(self, job: Job) -> dict[str, Any]:
-        """The fields of the plan that are given."""
-        segments = None if self.recompute is None else _segments(self.recompute, job)
-        values = {
-            "micro_batch_size": self.micro_batch,
-            "precision": self.precision,
-            "recompute": segments,
-            "shard": self.shard,
-        }
-        return {name: value for name, value in values.items() if value is not None}
-
-    def plan(self, job: Job) -> Plan:
-        """The plan that the options describe: whole batch, fp32, nothing recomputed where they are silent."""
-        size = self.batch_size(job)
-        whole = max(1, -(-size // max(1, self.world_size)))
-        return Plan(**{"micro_batch_size": whole, **self.given(job)}, batch_size=size, world_size=self.world_size)
-
-    def search(self, job: Job, card: hardware.Device, budget_bytes: int) -> search.PlanReport:
-        """The plan that the search finds around what is given."""
-        return search.plan(
-            job,
-            card,
-            batch_size=self.batch_size(job),
-            budget=budget_bytes,
-            world_size=self.world_size,
-            fixed=self.given(job),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FileRequest(_Request):
-    """A request whose answer can be saved."""
-
-    output: Annotated[Path | None, typer.Option("-o", help="Write the plan (plan) or the JSON document here.")] = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TrainRequest(_Request):
-    """A request to train."""
-
-    steps: Annotated[int, typer.Option("--steps", help="Number of updates.")]
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="plan.json to run; else one is made.")] = None
-    memory_cap: Annotated[str | None, typer.Option("--memory-cap", help="Hard limit of the process (Linux).")] = None
-    run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Folder of the run; else runs/NAME.")] = None
-
-    def folder(self) -> Path:
-        """The run folder: as given, else named after the target."""
-        return self.run_dir or Path("runs") / Path(self.target.rpartition(".py:")[0] or self.target).stem
-
-    def chosen(self, job: Job, card: hardware.Device, budget_bytes: int) -> tuple[Plan, MemoryReport]:
-        """The plan to run, from the file or from the search, and what it is predicted to need."""
-        if self.plan_file is None:
-            found = self.search(job, card, budget_bytes)
-            return found.plan, found.memory
-        values = {"--batch": self.batch, "--micro-batch": self.micro_batch, "--precision": self.precision}
-        values |= {"--recompute": self.recompute, "--shard": self.shard}
-        named = [option for option, value in values.items() if value is not None]
-        if named:
-            raise PlanError(
-                "the plan is given twice",
-                got=f"--plan and {', '.join(named)}",
-                expected="either a plan file or options that describe one",
-                hint=f"leave {' '.join(named)} out",
-            )
-        plan = Plan.load(self.plan_file)
-        return plan, tracing.estimate(job, plan, card)
-
-
-_Kind = TypeVar("_Kind", bound=_Output)
+_Kind = TypeVar("_Kind", bound=Output)
 
 
 def _command(kind: type[_Kind]) -> Callable[[Callable[[_Kind], int]], Callable[[_Kind], int]]:
@@ -183,20 +67,20 @@ def _command(kind: type[_Kind]) -> Callable[[Callable[[_Kind], int]], Callable[[
     return register
 
 
-@_command(_FileRequest)
-def estimate(request: _FileRequest) -> int:
+@_command(FileRequest)
+def estimate(request: FileRequest) -> int:
     """Predict what a job needs on a device, without running it."""
     return _memory(request, tracing.estimate)
 
 
-@_command(_FileRequest)
-def measure(request: _FileRequest) -> int:
+@_command(FileRequest)
+def measure(request: FileRequest) -> int:
     """Run a few updates here and measure what they need."""
     return _memory(request, measuring.measure)
 
 
-@_command(_FileRequest)
-def plan(request: _FileRequest) -> int:
+@_command(FileRequest)
+def plan(request: FileRequest) -> int:
     """Find the fastest plan that fits; -o saves it for train."""
     with prints_on_stderr():
         job = load_target(request.target, **request.options())
@@ -214,8 +98,8 @@ def plan(request: _FileRequest) -> int:
     return DONE
 
 
-@_command(_TrainRequest)
-def train(request: _TrainRequest) -> int:
+@_command(TrainRequest)
+def train(request: TrainRequest) -> int:
     """Train a job for some steps, under a plan and a memory cap if these are given."""
     with prints_on_stderr():
         job = load_target(request.target, **request.options())
@@ -230,8 +114,8 @@ def train(request: _TrainRequest) -> int:
     return DONE
 
 
-@_command(_Output)
-def gpus(request: _Output) -> int:
+@_command(Output)
+def gpus(request: Output) -> int:
     """List the devices of the catalogue."""
     catalogue = [hardware.resolve(name) for name in hardware.devices()]
     if request.as_json:
@@ -268,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status if isinstance(status, int) else DONE
 
 
-def _memory(request: _FileRequest, predict: Callable[[Job, Plan, hardware.Device], MemoryReport]) -> int:
+def _memory(request: FileRequest, predict: Callable[[Job, Plan, hardware.Device], MemoryReport]) -> int:
     with prints_on_stderr():
         job = load_target(request.target, **request.options())
         card, budget_bytes = request.card()
@@ -291,14 +175,14 @@ def _memory(request: _FileRequest, predict: Callable[[Job, Plan, hardware.Device
     return DONE if fits else DOES_NOT_FIT
 
 
-def _train(request: _TrainRequest, job: Job) -> int:
+def _train(request: TrainRequest, job: Job) -> int:
     card, budget_bytes = request.card()
     chosen, predicted = request.chosen(job, card, budget_bytes)
     runs.train(job, chosen, steps=request.steps, run_dir=request.folder(), device=card, predicted=predicted.to_dict())
     return DONE
 
 
-def _train_capped(request: _TrainRequest, job: Job) -> int:
+def _train_capped(request: TrainRequest, job: Job) -> int:
     cap_bytes = sizes.parse(request.memory_cap or "")
     if request.device not in ("auto", "cpu"):
         raise PlanError(
@@ -337,24 +221,7 @@ def _train_capped(request: _TrainRequest, job: Job) -> int:
     return DONE if status == capped.EXIT_DONE else USER_ERROR
 
 
-def _segments(text: str, job: Job) -> tuple[Segment, ...]:
-    kind, _, number = text.partition(":")
-    if text == "none":
-        return ()
-    if text == "blocks":
-        return tuple(checkpointing.blocks(tracing.skeleton(job)))
-    if kind in ("every", "segments") and number.isdecimal() and int(number) > 0:
-        cut = checkpointing.every if kind == "every" else checkpointing.segments
-        return tuple(cut(tracing.skeleton(job), int(number)))
-    raise PlanError(
-        "cannot read what to recompute",
-        got=f"--recompute {text}",
-        expected="none | blocks | every:K | segments:N",
-        hint="write for example --recompute every:2",
-    )
-
-
-def _answer(act: Callable[[], int], request: _Output) -> int:
+def _answer(act: Callable[[], int], request: Output) -> int:
     """Run a command; an error becomes one message and an exit status, a warning one line."""
     said: set[str] = set()
     with warnings.catch_warnings():

@@ -18,6 +18,21 @@ Count: TypeAlias = "str | Callable[[Any], float]"
 "What a mean is taken over: ``samples``, ``snugfit.tokens(...)``, or a function of a micro-batch."
 
 
+class _Unsaid(str):
+    """A value that nobody gave, so that it may be inferred; otherwise the string that it is."""
+
+    __slots__ = ()
+
+
+UNSAID = _Unsaid("samples")
+"The default of ``count``: samples, or the tokens of a model that is known to average over them."
+
+
+def is_unsaid(count: Count) -> bool:
+    """Whether nobody said what a loss is a mean over."""
+    return isinstance(count, _Unsaid)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Loss:
     """A loss that says what it is a mean of.
@@ -91,6 +106,8 @@ class Job:
         batch: Example of the full batch of one rank (nested tensors, dim 0 is samples), a function of the number
             of samples that makes one, or a DataLoader.
         count: What the loss is a mean over: ``"samples"``, ``snugfit.tokens(...)`` or a function of a micro-batch.
+            Left out it is samples, or the shifted labels of a causal language model of transformers (and a warning
+            says so).
         data: Function that returns an iterable of full batches, for ``train``.
         scheduler: ``(optimizer)`` to a scheduler, stepped once per real update.
         max_grad_norm: Limit of the gradient's norm, clipped once per window after unscaling.
@@ -108,7 +125,7 @@ class Job:
     loss: Callable[[Any, Any], Any]
     optimizer: Callable[[Any], Any]
     batch: Any
-    count: Count = field(default="samples", kw_only=True)
+    count: Count = field(default=UNSAID, kw_only=True)
     data: Callable[[], Any] | None = field(default=None, kw_only=True)
     scheduler: Callable[[Any], Any] | None = field(default=None, kw_only=True)
     max_grad_norm: float | None = field(default=None, kw_only=True)
@@ -131,14 +148,30 @@ class Job:
             ("loss", "(model, micro_batch) -> scalar"),
             ("optimizer", "(model) -> torch.optim.Optimizer"),
         ):
-            if not callable(getattr(self, name)):
-                raise PlanError(
-                    f"Job.{name} cannot be called",
-                    got=type(getattr(self, name)).__name__,
-                    expected=form,
-                    hint=f"pass a function as {name}",
-                )
+            check_callable(f"Job.{name}", getattr(self, name), form)
+        for name, form in (
+            ("data", "() -> iterable of full batches"),
+            ("scheduler", "(optimizer) -> scheduler"),
+            ("split", "(batch, micro_batch_size) -> list of micro-batches"),
+        ):
+            if getattr(self, name) is not None:
+                check_callable(f"Job.{name}", getattr(self, name), form)
         check_training_options(self.count, self.max_grad_norm, self.max_skipped_windows, self.nonfinite)
+
+
+def check_callable(name: str, value: object, form: str) -> None:
+    """Check that an argument is a function.
+
+    Raises:
+        PlanError: It cannot be called.
+    """
+    if not callable(value):
+        raise PlanError(
+            f"{name} cannot be called",
+            got=type(value).__name__,
+            expected=form,
+            hint=f"pass a function as {name.rpartition('.')[2]}",
+        )
 
 
 def check_training_options(

@@ -21,6 +21,7 @@ from snugfit.planning import cost, explain, options
 from snugfit.planning.ladder import ACCUMULATION, CHECKPOINTING, CHOSEN, FULL_BATCH, MIXED_PRECISION, Candidate, Rung
 from snugfit.planning.scaling import NotAffineError, ScaledTrace
 from snugfit.plans import Plan
+from snugfit.training import fingerprint
 
 _ALLOWANCES = ("8bit-optimizer", "host-offload", "fused-backward", "lora", "fsdp")
 
@@ -106,7 +107,8 @@ class _Search:
         model = tracing.skeleton(self.job)
         precisions = options.precisions(self.device, self.fixed)
         recomputations = options.recomputations(model, self.fixed)
-        start = replace(self.first, precision=precisions[0].value, recompute=recomputations[0].value)
+        first = replace(self.first, fingerprint=self.first.fingerprint or fingerprint.of(model))
+        start = replace(first, precision=precisions[0].value, recompute=recomputations[0].value)
         mixed = replace(start, precision=precisions[-1].value)
         rungs = [(FULL_BATCH, self._exact(start))]
         if mixed != start:

@@ -5,7 +5,6 @@ Entry point: ``check``. Nothing is changed here; the ranges of single options ar
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -83,24 +82,6 @@ def check_plan(plan: Plan) -> None:
                 hint=hint,
                 op=name,
             )
-
-
-def schedulers(scheduler: Any) -> tuple[Any, ...]:
-    """The schedulers as a tuple.
-
-    Raises:
-        UnsupportedError: One that is stepped by a metric, which an update does not know.
-    """
-    found = () if scheduler is None else tuple(scheduler) if isinstance(scheduler, (list, tuple)) else (scheduler,)
-    for one in found:
-        if isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise UnsupportedError(
-                "ReduceLROnPlateau is stepped by a metric, not once per update",
-                got=type(one).__name__,
-                expected="a scheduler whose step() takes no argument",
-                hint="leave it out of the engine and call its step(metric) after each evaluation",
-            )
-    return found
 
 
 def size_and_precision(plan: Plan | None, micro_batch_size: int | None, name: str) -> tuple[int | None, str]:

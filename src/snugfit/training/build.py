@@ -14,7 +14,7 @@ from snugfit import hardware
 from snugfit.errors import DeviceMemoryError, PlanError, SnugfitError
 from snugfit.jobs import Job
 from snugfit.plans import Plan
-from snugfit.training import admission, checkpointing, distributed, recovery, windows
+from snugfit.training import admission, checkpointing, distributed, fingerprint, recovery, windows
 from snugfit.training.engine import Engine
 from snugfit.training.example import example_batch as example_batch
 
@@ -78,6 +78,7 @@ def construct(job: Job, plan: Plan, device: torch.device) -> Engine:
     """
     admission.check_plan(plan)
     model = build_model(job)
+    fingerprint.check(plan, model)
     if plan.recompute:
         checkpointing.apply(model, plan.recompute)
     model = _moved(model, device)

@@ -1,7 +1,7 @@
 """What the mean of a loss is taken over: samples, tokens or a weight of one's own.
 
-Entry points: ``tokens`` and ``resolve``. Counts are taken on the host copy of a micro-batch, before it moves.
-Weighting gradients by them is ``step``'s.
+Entry points: ``tokens``, ``settled`` and ``resolve``. Counts are taken on the host copy of a micro-batch, before it
+moves. Weighting gradients by them is ``step``'s.
 """
 
 import math
@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from snugfit.errors import BatchError
-from snugfit.jobs import Count
+from snugfit.jobs import Count, is_unsaid
 
 _IGNORED_LABEL = -100
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +92,56 @@ def resolve(count: Count, num_samples: Callable[[Any], int]) -> Callable[[Any], 
     return counted
 
 
-def warn_of_ignored_labels(batch: Any) -> bool:
-    """Warn where labels hold -100 although samples are counted, and say whether they do.
+def settled(count: Count, model: nn.Module, batch: Any) -> Count:
+    """What is counted, now that a first batch is there; a warning tells what was inferred.
 
-    A mean over the tokens that are left is then weighted as if all micro-batches had the same number of them.
+    Args:
+        count: As it was given.
+        model: What is trained; wrappers of DDP and of adapter libraries are looked through.
+        batch: A batch or micro-batch on the host.
+
+    Returns:
+        The shifted labels of a causal language model of transformers, where nobody said what is counted and the
+        batch has labels; else ``count``.
     """
     labels = _entry(batch, "labels")
-    if not isinstance(labels, Tensor) or labels.dim() < 2 or not bool((labels == _IGNORED_LABEL).any()):
-        return False
+    if not isinstance(count, str) or not isinstance(labels, Tensor) or labels.dim() < 2:
+        return count
+    if is_unsaid(count) and _is_causal(model):
+        warnings.warn(
+            "count inferred: a causal language model of transformers averages over its shifted labels, so these are "
+            'counted; pass count=snugfit.tokens(shift=True) to say so, or count="samples" where the loss is a mean '
+            "over samples",
+            stacklevel=3,
+        )
+        return tokens(shift=True)
+    return count
+
+
+def is_doubtful(count: Count, batch: Any) -> bool:
+    """Whether samples are counted although labels of tokens are ignored."""
+    labels = _entry(batch, "labels")
+    is_labelled = isinstance(labels, Tensor) and labels.dim() >= 2
+    return isinstance(count, str) and is_labelled and bool((labels == _IGNORED_LABEL).any())
+
+
+def warn_of_ignored_labels() -> None:
+    """Warn that a mean over tokens would be weighted as if all micro-batches had the same number of them."""
     warnings.warn(
         f'labels hold {_IGNORED_LABEL} but count is "samples": a loss that is a mean over tokens is then not the mean '
         "of the full batch; pass count=snugfit.tokens() (shift=True for causal language models), or silence this if "
         "the loss is a mean over samples",
         stacklevel=3,
     )
-    return True
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Whether a model is one of transformers' that shift their labels themselves, told by its name."""
+    unwrap = getattr(model, "get_base_model", None)  # peft
+    inner = getattr(model, "module", None) if unwrap is None else unwrap()  # DDP
+    found = type(inner if isinstance(inner, nn.Module) else model)
+    is_theirs = any(kind.__module__.partition(".")[0] == "transformers" for kind in found.__mro__)
+    return is_theirs and any(kind.__name__.endswith(_CAUSAL) for kind in found.__mro__)
 
 
 def _entry(batch: Any, key: str | int) -> Any:

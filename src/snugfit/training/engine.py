@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from snugfit.errors import PlanError
-from snugfit.jobs import Count, LossScale, check_training_options
+from snugfit.jobs import UNSAID, Count, LossScale, check_callable, check_training_options
 from snugfit.plans import Plan
 from snugfit.training import (
     admission,
     checkpointing,
     counting,
     distributed,
+    fingerprint,
     precision,
     recovery,
+    schedules,
     splitting,
     windows,
 )
@@ -40,7 +42,7 @@ class Engine:
         optimizer: The optimizer, or several, over its parameters.
         plan: Sets micro-batch size, precision and what is recomputed.
         loss: ``(model, micro_batch)`` to a scalar mean over the counted units, a ``Loss``, or several of them.
-        count: What the loss is a mean over: ``"samples"``, ``snugfit.tokens(...)`` or a function of a micro-batch.
+        count: What the loss is a mean over, see ``Job``.
         micro_batch_size: Samples of one forward and backward; None: the plan's, or the whole batch.
         precision: ``"32-true" "16-mixed" "bf16-mixed"``; the plan's if there is one.
         scheduler: The scheduler, or several; stepped once per update.
@@ -65,7 +67,7 @@ class Engine:
         plan: Plan | None = None,
         *,
         loss: Callable[[Any, Any], Any],
-        count: Count = "samples",
+        count: Count = UNSAID,
         micro_batch_size: int | None = None,
         precision: str = "32-true",
         scheduler: Any = None,
@@ -76,17 +78,23 @@ class Engine:
         split: Callable[[Any, int], list[Any]] | None = None,
     ) -> None:
         check_training_options(count, max_grad_norm, max_skipped_windows, nonfinite)
+        check_callable("loss", loss, "(model, micro_batch) -> scalar")
+        if split is not None:
+            check_callable("split", split, "(batch, micro_batch_size) -> list of micro-batches")
         self.model, self.plan = model, plan
         self.optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
-        self.schedulers = admission.schedulers(scheduler)
+        self.schedulers = schedules.accepted(scheduler)
         size, self.precision = admission.size_and_precision(plan, micro_batch_size, precision)
         admission.check(model, self.optimizers, plan, self.precision, nonfinite)
+        if plan is not None:
+            fingerprint.check(plan, model)
         self._progress = Progress(micro_batch_size=size)
         self._loss, self._count, self._split = loss, count, split
         self._max_grad_norm = max_grad_norm
         self._max_skipped_windows = max_skipped_windows
         self._scaler = Scaler(loss_scale or LossScale()) if self.precision == "16-mixed" else None
-        self._in_window = self._labels_looked_at = False
+        self._positions = schedules.Positions()
+        self._in_window = self._is_count_settled = self._is_count_doubtful = False
         self._device = next(model.parameters()).device
         self._wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
         self._ranks = distributed.world_size() if self._wrapped else 1
@@ -146,7 +154,7 @@ class Engine:
         """Make one update from a list of micro-batches; out-of-memory errors are treated as in ``step``."""
         given = list(micro_batches)
         dropped = micro_batches.num_dropped if isinstance(micro_batches, MicroBatches) else 0
-        parts, counts = given, windows.counts_of(given, self._count)
+        parts, counts = given, self._counts_of(given)
         size = None
         while True:
             result, failure = self._attempt(parts, counts, dropped)
@@ -162,9 +170,7 @@ class Engine:
         Raises:
             BatchError: The batch cannot be cut or counted.
         """
-        if not self._labels_looked_at and self._count == "samples":
-            counting.warn_of_ignored_labels(batch)
-        self._labels_looked_at = True
+        self._settle_count(batch)
         return windows.prepare(batch, micro_batch_size, self._count, self._split)
 
     def run(self, micro_batches: Sequence[Any], counts: Sequence[float | None], num_dropped: int = 0) -> StepResult:
@@ -219,7 +225,7 @@ class Engine:
         """
         if isinstance(batch_or_micro_batches, list):
             micro_batches = MicroBatches(batch_or_micro_batches)
-            counts = windows.counts_of(micro_batches, self._count)
+            counts = self._counts_of(micro_batches)
         else:
             micro_batches, counts = self.prepare(batch_or_micro_batches, self._progress.micro_batch_size)
         rates, samples = self._rates(), windows.samples_of(micro_batches)
@@ -262,6 +268,7 @@ class Engine:
         """
         self._refuse_inside("load_state_dict")
         load(self._parts(), self._progress, state)
+        self._positions.note(self.schedulers)
 
     def check_ranks(self) -> None:
         """Check that all ranks hold the same weights, bit for bit.
@@ -299,6 +306,18 @@ class Engine:
         self.hooks.restore(snapshot)
         return None, failure
 
+    def _settle_count(self, batch: Any) -> None:
+        """Decide at the first batch what is counted, where nobody said it."""
+        if not self._is_count_settled:
+            self._is_count_settled = True
+            self._count = counting.settled(self._count, self.model, batch)
+            self._is_count_doubtful = counting.is_doubtful(self._count, batch)
+
+    def _counts_of(self, micro_batches: Sequence[Any]) -> list[float]:
+        if micro_batches:
+            self._settle_count(micro_batches[0])
+        return windows.counts_of(micro_batches, self._count)
+
     def _settings(self) -> dict[str, Any]:
         return {
             "model": self.model,
@@ -316,6 +335,9 @@ class Engine:
         """Move schedulers, scale and counters for a window that is over."""
         scale = None if self._scaler is None else self._scaler.scale
         overflowed = outcome.reason == "non-finite gradient"
+        if self._is_count_doubtful and outcome.reported_count is None:
+            counting.warn_of_ignored_labels()
+        self._is_count_doubtful = False
         if outcome.reported_count is not None:
             self._progress.reference = power_of_two(outcome.reported_count)
         if outcome.reason is None:
@@ -325,6 +347,7 @@ class Engine:
             self._progress.skipped_in_a_row = 0
             for scheduler in self.schedulers:
                 scheduler.step()
+            self._positions.note(self.schedulers)
         if self._scaler is not None and (overflowed or outcome.reason is None):
             self._scaler.update(overflowed)
         if overflowed:
@@ -349,6 +372,7 @@ class Engine:
     def _opened(self) -> Iterator[None]:
         """Note that a window is open, so that nothing is saved or begun inside of it."""
         self._refuse_inside("another window")
+        self._positions.check(self.schedulers)
         self._in_window = True
         try:
             yield

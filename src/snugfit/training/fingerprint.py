@@ -1,0 +1,60 @@
+"""Which model a plan was made for: a short text of its class, its parameters and their shapes.
+
+Entry points: ``of`` and ``check``. Values, types and devices of weights do not matter, for a plan changes them; the
+optimizer, the data and what is recomputed are left out.
+"""
+
+import hashlib
+
+from torch import nn
+
+from snugfit.errors import PlanError
+from snugfit.plans import Plan
+from snugfit.training import checkpointing
+
+_PARTS = ("class", "parameters", "elements", "trainable", "shapes")
+
+
+def of(model: nn.Module) -> str:
+    """The fingerprint of a model, wrapped or not.
+
+    Example:
+        >>> of(nn.Linear(3, 4)).rpartition(" ")[0]
+        'class=Linear parameters=2 elements=16 trainable=2'
+    """
+    plain = checkpointing.unwrapped(model)
+    named = dict(plain.named_parameters())
+    shapes = "\n".join(f"{name} {tuple(parameter.shape)}" for name, parameter in sorted(named.items()))
+    values = (
+        type(plain).__name__,
+        len(named),
+        sum(parameter.numel() for parameter in named.values()),
+        sum(parameter.requires_grad for parameter in named.values()),
+        hashlib.sha256(shapes.encode()).hexdigest()[:16],
+    )
+    return " ".join(f"{name}={value}" for name, value in zip(_PARTS, values, strict=True))
+
+
+def check(plan: Plan, model: nn.Module) -> None:
+    """Refuse a plan that was made for another model; one without a fingerprint is for any.
+
+    Raises:
+        PlanError: Says what differs.
+    """
+    if plan.fingerprint is None:
+        return
+    planned, here = _read(plan.fingerprint), _read(of(model))
+    differing = [name for name in _PARTS if planned.get(name) != here[name]]
+    if differing:
+        raise PlanError(
+            f"the plan was made for another model: {', '.join(differing)} differ",
+            got=", ".join(f"{name} {here[name]}" for name in differing),
+            expected=", ".join(f"{name} {planned.get(name, 'unknown')}" for name in differing) + ", as in the plan",
+            hint="plan again for this model, or run the plan anyway with dataclasses.replace(plan, fingerprint=None)",
+            differing=tuple(differing),
+        )
+
+
+def _read(fingerprint: str) -> dict[str, str]:
+    pairs = (part.partition("=") for part in fingerprint.split())
+    return {name: value for name, _, value in pairs}
