@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+import snugfit
 from snugfit import Plan, cli, hardware
 
 JOBS = """
@@ -67,6 +68,10 @@ def loss_raises():
 
 def reads_a_value():
     return make(loss=lambda model, batch: model(batch["x"]).mean() * model(batch["x"]).mean().item())
+
+
+def nan_loss():
+    return make(loss=lambda model, batch: (model(batch["x"]) * float("nan")).mean())
 
 
 def large():
@@ -347,3 +352,34 @@ def test_a_precision_that_is_nearly_right_is_suggested(jobs, call):
     for given, meant in (("bf16", "bf16-mixed"), ("fp16", "16-mixed"), ("32", "32-true")):
         _, _, err = call("estimate", jobs, "--device", "cpu", "--precision", given)
         assert f"precision={meant!r}" in err.splitlines()[-1]
+
+
+def test_the_version_and_the_help_are_printed_with_exit_code_0(call):
+    assert call("--version") == (0, f"snugfit {snugfit.__version__}\n", "")
+    status, out, _ = call()
+    assert status == 0
+    assert "estimate" in out
+
+
+def test_estimate_measure_and_train_take_a_plan_file(jobs, call, tmp_path):
+    Plan(batch_size=8, micro_batch_size=3).save(tmp_path / "plan.json")
+    for command in ("estimate", "measure"):
+        status, out, _ = call(command, "jobs.py", "--plan", "plan.json", "--device", "cpu", "--json")
+        assert status == 0
+        assert json.loads(out)["plan"]["micro_batch_size"] == 3
+        status, _, err = call(command, "jobs.py", "--plan", "plan.json", "--batch", "8", "--device", "cpu")
+        assert status == 2
+        assert "the plan is given twice" in err
+    status, _, err = call("train", "jobs.py", "--plan", "plan.json", "--steps", "1", "-o", "report.json")
+    assert status == 0
+    assert "plan: batch 8 as 3 x 3, 32-true" in err
+    assert json.loads((tmp_path / "report.json").read_text())["steps"] == 1
+
+
+def test_a_run_without_any_update_fails_and_says_how_to_find_out_why(jobs, call, tmp_path):
+    status, out, err = call("train", "jobs.py:nan_loss", "--batch", "4", "--steps", "3", "--device", "cpu")
+    assert status == 1
+    assert "3 steps (3 skipped)" in out
+    assert "no window of the run made an update" in err
+    assert "snugfit diagnose jobs.py:nan_loss" in err
+    assert_four_parts(err)

@@ -126,6 +126,13 @@ def test_names_may_be_written_as_people_write_them(given_name, name):
     assert hardware.resolve(given_name).name == name
 
 
+def test_a_name_written_together_is_understood():
+    assert hardware.resolve("rtx3060-12gb") == hardware.resolve("RTX3060 12GB") == hardware.resolve("rtx-3060-12gb")
+    with pytest.raises(PlanError, match="fits several cards") as caught:
+        hardware.resolve("rtx3060")
+    assert "rtx-3060-8gb" in caught.value.suggestions
+
+
 @pytest.mark.parametrize(
     ("given_name", "suggestion"), [("rtx-3060-12g", "rtx-3060-12gb"), ("rtx-4990", "rtx-4090"), ("a1000", "a10")]
 )

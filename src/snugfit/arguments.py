@@ -20,6 +20,7 @@ from snugfit.plans import Plan, Segment
 from snugfit.training import checkpointing, splitting
 
 _DEFAULT_BATCH_SIZE = 32
+_PROOF_BATCH_SIZE, _PROOF_MICRO_BATCHES = 8, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,9 @@ class Request(Output):
     target: Annotated[str, typer.Argument(help="file.py, file.py:name, a known model, or config.json with --task.")]
     device: Annotated[str, typer.Option("--device", help='A name of "snugfit gpus", auto, cpu, or a size.')] = "auto"
     budget: Annotated[str | None, typer.Option("--budget", help="What the job may use, 10GiB for example.")] = None
-    batch: Annotated[int | None, typer.Option("--batch", help="Samples per update over all ranks.")] = None
+    batch: Annotated[
+        int | None, typer.Option("--batch", help="Samples per update, all ranks; else the example's, or 32.")
+    ] = None
     micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Samples of one forward.")] = None
     precision: Annotated[str | None, typer.Option("--precision", help="32-true, 16-mixed or bf16-mixed.")] = None
     recompute: Annotated[str | None, typer.Option("--recompute", help="none, blocks, every:K, segments:N.")] = None
@@ -104,11 +107,57 @@ class FileRequest(Request):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainRequest(Request):
+class PlannedRequest(FileRequest):
+    """A request about one plan: that of a file, or the one that the options describe."""
+
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan.json; else the options tell.")] = None
+
+    def planned(self, job: Job) -> Plan:
+        """The plan of the file, or the one that the options describe."""
+        return self.plan(job) if self.plan_file is None else self.loaded(self.plan_file)
+
+    def loaded(self, file: Path) -> Plan:
+        """The plan of a file, which no option may contradict."""
+        values = {"--batch": self.batch, "--micro-batch": self.micro_batch, "--precision": self.precision}
+        values |= {"--recompute": self.recompute, "--shard": self.shard}
+        named = [option for option, value in values.items() if value is not None]
+        if named:
+            raise PlanError(
+                "the plan is given twice",
+                got=f"--plan and {', '.join(named)}",
+                expected="either a plan file or options that describe one",
+                hint=f"leave {' '.join(named)} out",
+            )
+        return Plan.load(file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProofRequest(PlannedRequest):
+    """A request to run a few small windows; without a batch size or a split they are small and ragged."""
+
+    def plan(self, job: Job) -> Plan:
+        """The plan that the options describe: three micro-batches where they are silent."""
+        is_open = self.batch is None and callable(job.batch)
+        size = _PROOF_BATCH_SIZE * self.world_size if is_open else self.batch_size(job)
+        micro_batch_size = self.micro_batch or -(-size // max(1, self.world_size) // _PROOF_MICRO_BATCHES)
+        return Plan(
+            **{**self.given(job), "micro_batch_size": micro_batch_size}, batch_size=size, world_size=self.world_size
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiagnoseRequest(ProofRequest):
+    """A request to find where the first non-finite value comes from."""
+
+    window: Annotated[Path | None, typer.Option("--window", help="A window that train saved.")] = None
+    steps: Annotated[int, typer.Option("--steps", help="Updates to run until one goes wrong.")] = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRequest(PlannedRequest):
     """A request to train."""
 
     steps: Annotated[int, typer.Option("--steps", help="Number of updates.")]
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="plan.json to run; else one is made.")] = None
     memory_cap: Annotated[str | None, typer.Option("--memory-cap", help="Hard limit of the process (Linux).")] = None
     run_dir: Annotated[Path | None, typer.Option("--run-dir", help="Folder of the run; else runs/NAME.")] = None
 
@@ -121,17 +170,7 @@ class TrainRequest(Request):
         if self.plan_file is None:
             found = self.search(job, card, budget_bytes)
             return found.plan, found.memory
-        values = {"--batch": self.batch, "--micro-batch": self.micro_batch, "--precision": self.precision}
-        values |= {"--recompute": self.recompute, "--shard": self.shard}
-        named = [option for option, value in values.items() if value is not None]
-        if named:
-            raise PlanError(
-                "the plan is given twice",
-                got=f"--plan and {', '.join(named)}",
-                expected="either a plan file or options that describe one",
-                hint=f"leave {' '.join(named)} out",
-            )
-        plan = Plan.load(self.plan_file)
+        plan = self.loaded(self.plan_file)
         return plan, tracing.estimate(job, plan, card)
 
 

@@ -1,7 +1,8 @@
-"""The command line: ``snugfit estimate | plan | train | measure | gpus``, thin over the functions of the package.
+"""The command line: ``snugfit estimate | plan | train | measure | check | diagnose | gpus``, thin over
+the functions of the package.
 
 Entry point: ``main``. Tables go to standard output, or one JSON document with ``--json``; messages go to standard
-error. Exit status: 0 fits or done, 1 does not fit, 2 user error.
+error. Exit status: 0 fits or done, 1 does not fit or check failed, 2 user error.
 """
 
 import inspect
@@ -12,13 +13,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, asdict, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from rich.console import Console
 
-from snugfit import capped, hardware, runs, sizes, tables
-from snugfit.arguments import FileRequest, Output, TrainRequest
-from snugfit.errors import DeviceMemoryError, InfeasibleError, PlanError, SnugfitError
+from snugfit import __version__, capped, hardware, runs, sizes, tables
+from snugfit.arguments import FileRequest, Output, PlannedRequest, TrainRequest
+from snugfit.errors import DeviceMemoryError, InfeasibleError, NonFiniteError, PlanError, SnugfitError
 from snugfit.jobs import Job
 from snugfit.memory import measuring, tracing
 from snugfit.memory.reports import MemoryReport
@@ -26,16 +28,29 @@ from snugfit.plans import Plan, write_atomically
 from snugfit.targets import load_target, prints_on_stderr, users_line
 
 DONE, DOES_NOT_FIT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
-_DEFAULT_BATCH_SIZE = 32
 _LONGEST_GOT = 1000
 
 app = typer.Typer(
     help="Does a PyTorch training job fit, what is the fastest way that does, and running it exactly so.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"snugfit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    del version
 
 
 _Kind = TypeVar("_Kind", bound=Output)
@@ -67,14 +82,14 @@ def _command(kind: type[_Kind]) -> Callable[[Callable[[_Kind], int]], Callable[[
     return register
 
 
-@_command(FileRequest)
-def estimate(request: FileRequest) -> int:
+@_command(PlannedRequest)
+def estimate(request: PlannedRequest) -> int:
     """Predict what a job needs on a device, without running it."""
     return _memory(request, tracing.estimate)
 
 
-@_command(FileRequest)
-def measure(request: FileRequest) -> int:
+@_command(PlannedRequest)
+def measure(request: PlannedRequest) -> int:
     """Run a few updates here and measure what they need."""
     return _memory(request, measuring.measure)
 
@@ -107,11 +122,15 @@ def train(request: TrainRequest) -> int:
     if status != DONE:
         return status
     report = json.loads((request.folder() / runs.REPORT).read_text(encoding="utf-8"))
-    if request.as_json:
-        print(_document(report))
-    else:
-        tables.run(tables.console(), report)
-    return DONE
+    _give(request, report, lambda out: tables.run(out, report))
+    if report["skipped"] < report["steps"]:
+        return DONE
+    raise NonFiniteError(
+        "no window of the run made an update",
+        got=f"{report['skipped']} of {report['steps']} windows skipped, see {request.folder() / runs.METRICS}",
+        expected="at least one update",
+        hint=f"snugfit diagnose {request.target} says where the first non-finite value comes from",
+    )
 
 
 @_command(Output)
@@ -131,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Words after the program's name; None takes those of the process.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         status = app(given, prog_name="snugfit", standalone_mode=False)
     except typer.Abort:
@@ -152,11 +171,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status if isinstance(status, int) else DONE
 
 
-def _memory(request: FileRequest, predict: Callable[[Job, Plan, hardware.Device], MemoryReport]) -> int:
+def _memory(request: PlannedRequest, predict: Callable[[Job, Plan, hardware.Device], MemoryReport]) -> int:
     with prints_on_stderr():
         job = load_target(request.target, **request.options())
         card, budget_bytes = request.card()
-        described = request.plan(job)
+        described = request.planned(job)
         report = predict(job, described, card)
     fits = report.fits(budget_bytes)
     document = {
@@ -166,18 +185,24 @@ def _memory(request: FileRequest, predict: Callable[[Job, Plan, hardware.Device]
         "fits": fits,
         "memory": report.to_dict(),
     }
+    _give(request, document, lambda out: tables.memory(out, described, report, budget_bytes))
+    return DONE if fits else DOES_NOT_FIT
+
+
+def _give(request: FileRequest, document: dict[str, Any], show: Callable[[Console], None]) -> None:
+    """Write an answer to the file of ``-o``, and print it as a document or as tables."""
     if request.output is not None:
         write_atomically(request.output, _document(document) + "\n")
     if request.as_json:
         print(_document(document))
     else:
-        tables.memory(tables.console(), described, report, budget_bytes)
-    return DONE if fits else DOES_NOT_FIT
+        show(tables.console())
 
 
 def _train(request: TrainRequest, job: Job) -> int:
     card, budget_bytes = request.card()
     chosen, predicted = request.chosen(job, card, budget_bytes)
+    print(f"plan: {tables.plan_line(chosen)}", file=sys.stderr)
     runs.train(job, chosen, steps=request.steps, run_dir=request.folder(), device=card, predicted=predicted.to_dict())
     return DONE
 
@@ -198,6 +223,7 @@ def _train_capped(request: TrainRequest, job: Job) -> int:
         capped.check_static(error.smallest, allowed)  # type: ignore[attr-defined]
         raise
     capped.check_static(predicted, allowed)
+    print(f"plan: {tables.plan_line(chosen)}", file=sys.stderr)
     plan_file = request.folder() / runs.PLAN
     chosen.save(plan_file)
     status = capped.run_capped(
@@ -234,7 +260,7 @@ def _answer(act: Callable[[], int], request: Output) -> int:
                 traceback.print_exc()
             named = error if isinstance(error, SnugfitError) else _named(error)
             print(named, file=sys.stderr)
-            if not isinstance(error, (InfeasibleError, DeviceMemoryError)):
+            if not isinstance(error, (InfeasibleError, DeviceMemoryError, NonFiniteError)):
                 return USER_ERROR
             if request.as_json:
                 print(_document(tables.error_document(named)))

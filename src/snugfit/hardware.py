@@ -6,6 +6,7 @@ its figures come from. Left out: several cards at once, accelerators other than 
 
 import difflib
 import functools
+import itertools
 import json
 import os
 import re
@@ -176,6 +177,9 @@ def _full_name(name: str, given: str) -> str:
     if alias is not None:
         return alias
     cut = [full for full in devices() if f"-{name}-" in f"-{full}-"]
+    if not cut:  # written together, as in rtx3060
+        together = name.replace("-", "")
+        cut = [full for full in devices() if together in itertools.accumulate(full.split("-"))]
     tails = [full for full in cut if full.endswith(f"-{name}")]
     for candidates in (tails, cut):
         if len(candidates) == 1:
