@@ -2,22 +2,26 @@
 
 Entry point: ``run_window``; a loop that is written by hand drives a ``Window`` itself. Engine, tracer and measurement
 all run this code, so nothing here reads the value of a tensor: what needs one is a function in ``Hooks``. How losses
-are weighted is ``weighting``'s.
+are weighted is ``weighting``'s and ``losses``'s.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from snugfit.errors import DeviceMemoryError, PlanError, UnsupportedError
-from snugfit.training import precision, recovery, weighting
-from snugfit.training.weighting import Number, Term, as_float
+from snugfit.training import gradients, precision, recovery, updates, weighting
+from snugfit.training.losses import Denominator, Losses, is_zero
+from snugfit.training.weighting import Number
+
+First: TypeAlias = tuple[Tensor, Number]
+"Norm of the mean gradient of a window's first micro-batch, and what that counts."
+Observer: TypeAlias = Callable[[First | None, Tensor, Number], Mapping[str, Number]]
+"(first micro-batch or None, norm of the window, its count) to metrics."
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,8 @@ class Outcome:
     reason: str | None
     "Why the update was skipped; None: it was done."
     metrics: Mapping[str, Number]
-    reported_count: Number | None
-    "Count per rank of a loss that reports its own: the next window's R."
+    reported_counts: tuple[Number, ...] | None
+    "Count per rank of every loss that reports its own, for the next window's R; None: none does."
 
 
 def run_window(
@@ -75,10 +79,7 @@ def run_window(
         DeviceMemoryError: The update itself ran out of memory; parameters may have moved.
     """
     with Window(counts, **settings) as window:
-        if not window.is_empty:
-            for i, micro_batch in enumerate(micro_batches):
-                if counts[i] != 0:
-                    window.micro_step(i, micro_batch, loss)
+        window.micro_steps(micro_batches, loss)
         return window.finish()
 
 
@@ -95,7 +96,8 @@ class Window:
         device_type: Of autocast.
         loss_scale: Factor of all losses of the window (fp16), else None.
         max_grad_norm: Limit of the norm over all optimizers, or None.
-        reference: R of a loss that reports its own count.
+        reference: R of the losses that report their own counts, in their order; None in an engine's first window.
+        observer: Told of the gradient's norm after the first micro-step and at the end; it adds metrics.
     """
 
     def __init__(
@@ -110,28 +112,33 @@ class Window:
         device_type: str,
         loss_scale: float | None,
         max_grad_norm: float | None,
-        reference: Number,
+        reference: Sequence[Number | None] | None,
+        observer: Observer | None = None,
     ) -> None:
         self._counts, self._model, self._optimizers, self._hooks = counts, model, optimizers, hooks
         self._ranks, self._autocast, self._device_type = ranks, autocast, device_type
-        self._loss_scale, self._max_grad_norm = loss_scale, max_grad_norm
+        self._loss_scale, self._max_grad_norm, self._observer = loss_scale, max_grad_norm, observer
         self._weighting = weighting.agree(counts, hooks.reduce_counts, ranks)
-        self._reference = reference
-        self._reports: bool | None = None
-        self._reported: Number = 0.0
-        self._reported_in = -1
-        self._loss: Number = math.nan
-        self._metrics: dict[str, tuple[Number, Number]] = {}
+        self._losses = Losses(counts, self._weighting, hooks.decide, hooks.reduce_counts, ranks, reference)
+        self._trained: Sequence[nn.Parameter] = ()
+        self._held: Sequence[nn.Parameter] = ()
+        self._apart: gradients.Apart | None = None
+        self._watch = gradients.Watch()
+        self._is_folded = self._is_refused = self._reduces = False
+        self._first: First | None = None
         self._index = -1
-        self._watched: tuple[nn.Parameter, Tensor | None, int] | None = None
-        self._refused = False
         self._last = max((i for i, count in enumerate(counts) if count != 0), default=-1)
 
     def __enter__(self) -> "Window":
+        self._trained = self._parameters()
+        self._held = list({id(p): p for p in (*self._model.parameters(), *self._trained)}.values())
         self._release()
+        self._watch.look(self._trained)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._apart = None
+        self._watch = gradients.Watch()
         self._release()
 
     @property
@@ -141,7 +148,15 @@ class Window:
 
     def refuse(self) -> None:
         """Do not update from this window."""
-        self._refused = True
+        self._is_refused = True
+
+    def micro_steps(self, micro_batches: Sequence[Any], loss: Callable[[Any, Any], Any]) -> None:
+        """Forward and backward of all micro-batches that count something."""
+        if self.is_empty:
+            return
+        for i, micro_batch in enumerate(micro_batches):
+            if self._counts[i] != 0:
+                self.micro_step(i, micro_batch, loss)
 
     def micro_step(self, i: int, micro_batch: Any, loss: Callable[[Any, Any], Any]) -> None:
         """Forward and backward of one micro-batch.
@@ -154,170 +169,193 @@ class Window:
         with self.synchronisation(i):
             with self._autocast():
                 value = loss(self._model, self._hooks.move(micro_batch))
-            self.backward(value)
+            self._backward(value, None, None, complete=True)
 
     @contextmanager
     def synchronisation(self, i: int) -> Iterator[None]:
         """The context of forward and backward of micro-batch i: ranks reduce gradients here, or do not."""
         self._index = i
         wrapped = isinstance(self._model, nn.parallel.DistributedDataParallel)
-        synchronises = self._hooks.synchronises(i, self._last + 1)
-        with self._model.no_sync() if wrapped and not synchronises else nullcontext():  # type: ignore[operator]
+        self._reduces = wrapped and self._hooks.synchronises(i, self._last + 1)
+        with self._model.no_sync() if wrapped and not self._reduces else nullcontext():  # type: ignore[operator]
             yield
+        if self._observer is not None and self._first is None:
+            self._observe_first()
 
     @contextmanager
     def entered(self, i: int, micro_batch: Any) -> Iterator[Any]:
         """The context of a loop's body for micro-batch i, moved to the device."""
-        with self.synchronisation(i), self._autocast():
-            yield self._hooks.move(micro_batch)
+        with self.synchronisation(i):
+            with self._autocast():
+                yield self._hooks.move(micro_batch)
+            if self._reduces:
+                if i == self._last and len(self._losses.denominators) > 1:
+                    self._fold()
+                self._reduce()
 
     def backward(self, value: Any, count: Number | None = None, only: Any = None) -> None:
-        """Back-propagate what a loss function returned for the present micro-batch; repeated calls add up.
+        """Back-propagate a loss of the present micro-batch of a loop by hand; repeated calls add up.
 
         Args:
             value: A mean, a ``Loss`` or several of them.
             count: What a mean is taken over, where it is not the micro-batch's count.
             only: Parameters, or the module, that the loss may reach.
         """
-        self._check_watched()
-        values = list(value) if isinstance(value, (list, tuple)) else [value]
-        terms = [weighting.term(value, count, only) for value in values]
-        weighted = [self._weighted(term, single=len(terms) == 1) for term in terms]
-        backwards = weighting.merged([(tensor, term.inputs) for tensor, term in zip(weighted, terms, strict=True)])
-        del values, terms, weighted, value
+        self._backward(value, count, only, complete=False)
+
+    def _backward(self, value: Any, count: Number | None, only: Any, *, complete: bool) -> None:
+        """Back-propagate losses of the present micro-batch.
+
+        Args:
+            value: See ``backward``.
+            count: See ``backward``.
+            only: See ``backward``.
+            complete: Whether these are all of its losses.
+        """
+        self._watch.check(self._index)
+        terms = weighting.terms(value, count, only)
+        weighted = self._losses.weigh(self._index, terms, complete=complete)
+        denominators = self._losses.denominators
+        if len(denominators) > 1 and complete and self._index == self._last:
+            self._fold()
+        calls: list[tuple[int, Tensor, list[Tensor] | None]] = []
+        is_one_set = self._is_folded or len(denominators) == 1
+        for k in range(1 if is_one_set else len(denominators)):
+            mine = [
+                (self._finally(tensor, denominator), term.inputs)
+                for (tensor, denominator), term in zip(weighted, terms, strict=True)
+                if is_one_set or denominator is denominators[k]
+            ]
+            calls += [(k, tensor, inputs) for tensor, inputs in weighting.merged(mine)]
+        del terms, weighted, value
+        # DDP reduces within one backward that reaches everything, so several go past it
+        aside = self._reduces and not (complete and len(calls) == 1 and calls[0][::2] == (0, None))
         with precision.without_autocast(self._device_type):
-            for i, (tensor, inputs) in enumerate(backwards):
-                scaled = tensor if self._loss_scale is None else tensor * self._loss_scale
-                torch.autograd.backward(scaled, retain_graph=i + 1 < len(backwards), inputs=inputs)
-        self._watch()
+            while calls:
+                k, tensor, inputs = calls.pop(0)
+                if self._loss_scale is not None:
+                    tensor = tensor * self._loss_scale
+                with self._sets.summed_in(k) if k else nullcontext():
+                    self._differentiate(tensor, inputs, retain=bool(calls), aside=aside)
+                del tensor
+            if aside and complete:
+                self._reduce()
+        self._watch.look(self._trained)
 
     def finish(self) -> Outcome:
         """Average and unscale the gradients, then clip and update, or skip and say why."""
-        self._check_watched()
-        loss, metrics, count, factor = self._totals()
-        parameters = [] if _is_zero(count) else [p for p in self._parameters() if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        reason = "empty" if _is_zero(count) else None if gradients else "no gradients"
-        with precision.without_autocast(self._device_type):
-            if self._loss_scale is not None:
-                factor = factor / self._loss_scale
-            if isinstance(factor, Tensor) or factor != 1.0:
-                precision.multiply(gradients, factor)
-            norm = get_total_norm(gradients)
-            if reason is None:
-                reason = "refused" if self._refused else self._hooks.decide(~torch.isfinite(norm), count)
-            if reason is None:
-                del gradients
-                if self._max_grad_norm is not None:
-                    clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
+        outcome = self.average()
+        reason = self.decide(outcome)
+        metrics = dict(outcome.metrics)
+        if reason is None:
+            for optimizer in self._optimizers:
+                gradients.check_layouts(optimizer)
+            with precision.without_autocast(self._device_type):
+                self.clip(outcome.grad_norm)
                 self._update()
-        reported = count / self._ranks if self._reports else None
-        return Outcome(loss, norm, count, len(self._counts), reason, metrics, reported)
+        if self._observer is not None:
+            first = self._first if reason is None else None
+            metrics.update(self._observer(first, outcome.grad_norm, outcome.count))
+        return replace(outcome, reason=reason, metrics=metrics)
 
-    def _weighted(self, term: Term, *, single: bool) -> Tensor | None:
-        """What to back-propagate for one loss; None where it counts nothing."""
-        self._add_metrics(term.metrics)
-        known = self._counts[self._index]
-        if term.count is not None and (single or not _is_same(term.count, known)):
-            return self._reporting(term, term.count, single)
-        if known is None:
+    def average(self) -> Outcome:
+        """Average and unscale the gradients; the reason is one that is known without reading their values."""
+        self._watch.check(self._index)
+        self._watch = gradients.Watch()  # which holds what it saw
+        if len(self._losses.denominators) > 1 and not self._is_folded:
+            self._fold()
+        loss, metrics, count = self._losses.totals(self._device)
+        factor = 1.0 if self._is_folded else self._losses.denominators[0].factor
+        is_empty = is_zero(self._losses.counted)
+        parameters = [] if is_empty else [p for p in self._trained if p.grad is not None]
+        gradients.coalesce(parameters)
+        values = gradients.values(parameters)
+        with precision.without_autocast(self._device_type):
+            _multiply(values, factor if self._loss_scale is None else factor / self._loss_scale)
+            norm = precision.total_norm(values)
+        reason = "empty" if is_empty else "no gradients" if not values else "refused" if self._is_refused else None
+        return Outcome(loss, norm, count, len(self._counts), reason, metrics, self._losses.reported_counts)
+
+    def decide(self, outcome: Outcome) -> str | None:
+        """Why there is to be no update from averaged gradients, or None; the one place that may wait for the device."""
+        norm = outcome.grad_norm
+        found_inf = norm - norm != 0  # two operations; torch.isfinite is five
+        return outcome.reason or self._hooks.decide(found_inf, self._losses.counted)
+
+    def clip(self, norm: Tensor) -> None:
+        """Clip the averaged gradients, whose norm is given, if there is a limit."""
+        if self._max_grad_norm is not None:
+            gradients.clip(gradients.values(self._trained), self._max_grad_norm, norm)
+
+    @property
+    def _sets(self) -> gradients.Apart:
+        if self._apart is None:
+            self._apart = gradients.Apart([p for p in self._held if p.requires_grad])
+        return self._apart
+
+    def _fold(self) -> None:
+        """Bring the gradients of several denominators together: their counts are known now."""
+        self._losses.settle()
+        self._sets.fold([denominator.factor for denominator in self._losses.denominators], _multiply)
+        self._is_folded = True
+
+    def _finally(self, tensor: Tensor | None, denominator: Denominator) -> Tensor | None:
+        """A weighted loss, as it is to be added to gradients that are folded or not."""
+        factor = denominator.factor
+        if tensor is None or not self._is_folded or (not isinstance(factor, Tensor) and factor == 1.0):
+            return tensor
+        return (tensor * factor).to(tensor.dtype)
+
+    def _differentiate(self, tensor: Tensor, inputs: list[Tensor] | None, *, retain: bool, aside: bool) -> None:
+        """Add the gradients of a weighted loss to ``.grad``; aside of DDP, which reduces in one backward only."""
+        try:
+            if not aside:
+                torch.autograd.backward(tensor, retain_graph=retain, inputs=inputs)
+                return
+            reached = [p for p in self._model.parameters() if p.requires_grad] if inputs is None else inputs
+            found = torch.autograd.grad(tensor, reached, retain_graph=retain, allow_unused=True)
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
             raise PlanError(
-                "the count of a micro-batch is not known",
-                got=f"a loss without a count for micro-batch {self._index}, whose own count is None",
-                expected="a count of the job, or a Loss that reports one",
-                hint="return snugfit.Loss(total, count)",
-            )
-        self._expect(reports=False)
-        if known == 0:
-            return None
-        number, shares = len(self._counts), self._weighting
-        if term.is_sum:
-            weighted = term.value / (known * number if shares.equal else shares.reference)
-        elif shares.equal:
-            weighted = term.value / number if number > 1 else term.value
-        else:
-            weighted = term.value * (known / shares.reference)
-        self._add_loss(weighted)
-        return weighted
+                "two losses share a graph that the first of them has freed",
+                got=f"another backward in micro-batch {self._index}: {str(error).partition('(')[0].strip()}",
+                expected="losses that share a graph in one call",
+                hint="return them together from the loss function, or call window.backward([first, second])",
+            ) from error
+        for parameter, gradient in zip(reached, found, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
-    def _reporting(self, term: Term, count: Number, single: bool) -> Tensor | None:
-        if not single or self._reported_in == self._index:
+    def _reduce(self) -> None:
+        """Let DDP reduce the gradients as they are, where this micro-step has no backward of its own to do it."""
+        if getattr(self._model, "find_unused_parameters", False):
             raise UnsupportedError(
-                "several losses with counts of their own are not supported yet",
-                got=f"count={'a tensor' if isinstance(count, Tensor) else count} of one loss of micro-batch "
-                f"{self._index}, whose own count is {self._counts[self._index]}",
-                expected="count=None, or the number that the job counts, in all of them",
-                hint="leave count out and scale the totals, or return one Loss",
+                "DDP with find_unused_parameters=True reduces only within the backward of a loss",
+                got="a last micro-step without one backward that may reach everything",
+                expected="one loss without only=, whose count is above 0, in the last micro-batch of every rank",
+                hint="wrap the model without find_unused_parameters, or return the losses together",
             )
-        self._expect(reports=True)
-        self._reported_in = self._index
-        if isinstance(count, Tensor):
-            count = as_float(count.detach())
-            if self._hooks.decide(None, count) == "empty":
-                return None
-        elif not (math.isfinite(count) and count >= 0):
-            raise PlanError(
-                "the count of a loss is not a number to divide by",
-                got=f"count={count!r}",
-                expected=">= 0, finite",
-                hint="return Loss(total, count=number of counted units)",
-            )
-        elif count == 0:
-            return None
-        self._reported = self._reported + count
-        weighted = (term.value if term.is_sum else term.value * count) / self._reference
-        weighted = weighted.to(term.value.dtype)
-        self._add_loss(weighted)
-        return weighted
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
+        self._watch.look(self._trained)
 
-    def _expect(self, *, reports: bool) -> None:
-        if self._reports is not None and self._reports != reports:
-            raise PlanError(
-                "losses of one window contradict each other on their count",
-                got="some report a count of their own, others do not",
-                expected="one kind in all micro-batches of a window",
-                hint="return snugfit.Loss(total, count) always or never",
-            )
-        self._reports = reports
-
-    def _add_loss(self, weighted: Tensor) -> None:
-        value = weighted.detach()
-        self._loss = self._loss + value if isinstance(self._loss, Tensor) else value
-
-    def _add_metrics(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
-        for name, pair in metrics.items():
-            total, count = (v.detach() if isinstance(v, Tensor) else float(v) for v in pair)
-            sums = self._metrics.get(name, (0.0, 0.0))
-            self._metrics[name] = (sums[0] + total, sums[1] + count)
-
-    def _totals(self) -> tuple[Tensor, dict[str, Number], Number, Number]:
-        """Loss, metrics and count of the window over all ranks, and the factor of its gradients."""
-        shares = self._weighting
-        names = sorted(self._metrics)
-        loss = self._loss if isinstance(self._loss, Tensor) else torch.zeros((), device=self._device)
-        count: Number = self._reported if self._reports or shares.total is None else shares.total
-        sums = self._hooks.reduce_counts([loss, self._reported, *(v for name in names for v in self._metrics[name])])
-        if self._reports:
-            count = sums[1]
-        pairs = zip(names, sums[2::2], sums[3::2], strict=True)
-        metrics = {name: _ratio(total, number) for name, total, number in pairs}
-        if _is_zero(count):
-            return torch.full_like(loss, math.nan), metrics, count, 1.0
-        if not self._reports and shares.equal:
-            average = loss if self._ranks == 1 else _tensor(sums[0] / self._ranks).to(loss.dtype)
-            return average, metrics, count, 1.0
-        reference = self._reference if self._reports else shares.reference
-        scale: Number = reference / count
-        if isinstance(scale, Tensor):
-            scale = torch.where(_tensor(count) > 0, scale, 0.0)
-        return _tensor(sums[0] * scale).to(loss.dtype), metrics, count, scale * self._ranks
+    def _observe_first(self) -> None:
+        """Keep the norm of the first micro-batch's mean gradient, where ``.grad`` is that of one micro-batch."""
+        if self._reduces or self._index == self._last or len(self._losses.denominators) != 1:
+            return
+        count, factor = self._losses.mean_of(self._index)
+        if not is_zero(count):
+            norm = precision.total_norm(gradients.coalesced_values(self._trained))
+            self._first = (norm * (factor if self._loss_scale is None else factor / self._loss_scale), count)
 
     def _update(self) -> None:
         """Step every optimizer that has gradients."""
         for optimizer in self._optimizers:
-            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            update = updates.of(optimizer)
+            if any(p.grad is not None for p in update.parameters):
                 try:
-                    optimizer.step()
+                    update.step()
                 except Exception as error:
                     if not recovery.is_out_of_memory(error):
                         raise
@@ -332,7 +370,7 @@ class Window:
 
     def _parameters(self) -> list[nn.Parameter]:
         """Parameters of all optimizers once, in the order of the model."""
-        owned = {id(p): p for optimizer in self._optimizers for g in optimizer.param_groups for p in g["params"]}
+        owned = {id(p): p for optimizer in self._optimizers for p in updates.of(optimizer).parameters}
         ordered = [p for p in self._model.parameters() if owned.pop(id(p), None) is not None]
         return [*ordered, *owned.values()]
 
@@ -342,52 +380,10 @@ class Window:
 
     def _release(self) -> None:
         """Drop the gradients of the model and of all optimizers."""
-        self._watched = None
-        for parameter in self._model.parameters():
+        for parameter in self._held:
             parameter.grad = None
-        for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=True)
-
-    def _watch(self) -> None:
-        """Remember one gradient, to notice when someone clears or changes it inside of the window."""
-        if self._watched is None or self._watched[1] is None:
-            found = next((p for o in self._optimizers for g in o.param_groups for p in g["params"] if _has(p)), None)
-        else:
-            found = self._watched[0]
-        if found is not None and found.grad is not None:
-            self._watched = (found, found.grad, found.grad._version)
-
-    def _check_watched(self) -> None:
-        if self._watched is None:
-            return
-        parameter, gradient, version = self._watched
-        if parameter.grad is not gradient or (gradient is not None and gradient._version != version):
-            raise PlanError(
-                "gradients were cleared or changed inside of a window",
-                got=f"another gradient than micro-batch {self._index}'s backward left"
-                if parameter.grad is not None
-                else "no gradient where backward had left one: zero_grad() was called",
-                expected="gradients that only backward adds to until the window's update",
-                hint="remove optimizer.zero_grad() from the loop; the engine clears gradients after each update",
-            )
 
 
-def _is_same(count: Number, known: float | None) -> bool:
-    return not isinstance(count, Tensor) and count == known
-
-
-def _is_zero(count: Number) -> bool:
-    return not isinstance(count, Tensor) and count == 0
-
-
-def _has(parameter: nn.Parameter) -> bool:
-    return parameter.grad is not None
-
-
-def _tensor(value: Number) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value
-
-
-def _ratio(total: Number, count: Number) -> Number:
-    return math.nan if _is_zero(count) else total / count
+def _multiply(values: Sequence[Tensor], factor: Number) -> None:
+    if values and (isinstance(factor, Tensor) or factor != 1.0):
+        precision.multiply(values, factor)

@@ -9,7 +9,8 @@ NOTE [How micro-batches are weighted]
 2. If all counts are known and equal, on all ranks, backward runs on mean_i / N: the plain loop, bit for bit.
 3. Else it runs on mean_i * (count_i / R) and gradients are multiplied once by R * ranks / C at the end (ranks: DDP
    has divided by them). R is a power of two near C / ranks, so that no partial sum leaves the range of its type.
-4. A loss that reports its own count is only known afterwards: R is then near the last window's count, at first 1.
+4. A loss that reports its own count is only known afterwards: R is then near the last window's count, and in the
+   first window near what its first micro-batch foretells. Several of them: see ``losses``.
 5. A micro-batch whose count is 0 is not run; a reported count of 0 is not back-propagated. 0 * NaN is NaN.
 """
 
@@ -21,7 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from snugfit.errors import PlanError, UnsupportedError
+from snugfit.errors import BatchError, PlanError, UnsupportedError
 from snugfit.jobs import Loss
 
 Number: TypeAlias = float | Tensor
@@ -42,6 +43,7 @@ def agree(counts: Sequence[float | None], reduce_counts: Reduce, ranks: int) -> 
     """Settle how a window is weighted, from the counts that are known before it; the same on all ranks.
 
     Raises:
+        BatchError: There is no micro-batch on any rank.
         UnsupportedError: Some ranks have nothing to train on, others have.
     """
     known = [count for count in counts if count is not None]
@@ -51,6 +53,13 @@ def agree(counts: Sequence[float | None], reduce_counts: Reduce, ranks: int) -> 
     local = [sum(known), first, first * first, number, number * number, not alike, len(known) < number, sum(known) == 0]
     summed = reduce_counts([float(value) for value in local])
     total, firsts, squares, numbers, number_squares, unlike, unknown, empty = (float(value) for value in summed)
+    if numbers == 0:
+        raise BatchError(
+            "a window without micro-batches",
+            got="an empty list",
+            expected="at least one micro-batch",
+            hint="leave the call out where a loader has nothing left, or iterate over engine.windows(loader)",
+        )
     if unknown:
         return Weighting(None, False, 1.0)
     if empty and total > 0:
@@ -72,11 +81,31 @@ def power_of_two(value: Number) -> Number:
     return 2.0 ** math.floor(math.log2(value)) if value > 0 else 1.0
 
 
+def references(counts: Sequence[Number] | None, before: Sequence[Number | None] | None) -> tuple[Number | None, ...]:
+    """R of the next window for losses that report their own counts; one that counted nothing keeps what it had.
+
+    Args:
+        counts: What the window counted per rank; None: no loss reported anything.
+        before: R of the window.
+    """
+    old = tuple(before or ())
+    if counts is None:
+        return old
+    found: list[Number | None] = []
+    for k, count in enumerate(counts):
+        last = old[k] if k < len(old) else None
+        if isinstance(count, Tensor):
+            found.append(torch.where(count > 0, power_of_two(count), 1.0 if last is None else last))
+        else:
+            found.append(power_of_two(count) if count > 0 else last)
+    return tuple(found)
+
+
 def _checked(value: Any, name: str) -> Tensor:
     """The loss as a scalar of at least single precision with a graph."""
     if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad and value.is_floating_point():
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-    got, hint = type(value).__name__, "return the loss tensor from the loss function"
+    got, hint = type(value).__name__, "return the loss tensor from the loss function, as in `return value`"
     if isinstance(value, Tensor):
         got = f"a tensor of shape {tuple(value.shape)} and type {value.dtype}"
         hint = "reduce it with .mean()"
@@ -103,6 +132,45 @@ class Term:
     inputs: list[Tensor] | None
     "The parameters that it may reach; None: all."
     metrics: Mapping[str, tuple[Any, Any]]
+
+
+def terms(value: Any, count: Number | None, only: Any) -> list[Term]:
+    """Read what a loss function returned: one loss, or a sequence of them.
+
+    Args:
+        value: What it returned.
+        count: What a mean is taken over, if given beside it.
+        only: What it may reach, if given beside it.
+
+    Raises:
+        PlanError: Nothing in it, or not scalars that can be back-propagated.
+    """
+    values = value if isinstance(value, (list, tuple)) else [value]
+    if not values:
+        raise PlanError(
+            "the loss function returned no loss",
+            got=f"an empty {type(value).__name__}",
+            expected="a scalar, a Loss, or a sequence of them",
+            hint="return the loss tensor from the loss function, or a Loss with a count of 0 where nothing counts",
+        )
+    return [term(one, count, only) for one in values]
+
+
+def check_function(loss: object) -> None:
+    """Refuse one of torch's own losses, which compare scores with labels, as a loss function.
+
+    Raises:
+        PlanError: It is one.
+    """
+    kind = type(loss) if isinstance(loss, nn.Module) else loss
+    module, name = getattr(kind, "__module__", None) or "", getattr(kind, "__name__", type(loss).__name__)
+    if module in ("torch.nn.modules.loss", "torch.nn.functional"):
+        raise PlanError(
+            f"loss={name} compares scores with labels; it does not run the model",
+            got=f"torch's {name}",
+            expected="a function of (model, micro_batch)",
+            hint="write def loss(model, micro_batch): return criterion(model(micro_batch['x']), micro_batch['y'])",
+        )
 
 
 def term(value: Any, count: Number | None, only: Any) -> Term:

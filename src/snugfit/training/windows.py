@@ -4,19 +4,20 @@ Entry points: ``prepare``, ``grouped``, ``HandWindow`` and ``StepResult``. Runni
 counting updates is ``engine``'s.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from snugfit.errors import BatchError, PlanError
+from snugfit.errors import BatchError, PlanError, UnsupportedError
 from snugfit.jobs import Count
 from snugfit.training import counting, recovery, splitting
 from snugfit.training.step import Outcome, Window
-from snugfit.training.weighting import Number
+from snugfit.training.weighting import Number, Reduce
 
 TAILS = ("flush", "drop")
+UNEVEN = ("use", "cut")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class StepResult:
     "Counted units over all ranks."
     num_micro_batches: int
     num_dropped: int
-    "Micro-batches that a loader's tail left over and that were not used."
+    "Micro-batches of the loader's tail that were dropped behind this window; 0 where the loader has no length."
     skipped: bool
     reason: str | None
     'None, or ``"empty" "non-finite gradient" "no gradients" "refused"``.'
@@ -93,7 +94,9 @@ def counts_of(micro_batches: Sequence[Any], count: Count) -> list[float]:
     if count == "samples" and sizes is not None:
         return [float(size) for size in sizes]
     counter = counting.resolve(count, splitting.num_samples)
-    return [counter(micro_batch) for micro_batch in micro_batches]
+    if count == "samples":  # which are not those of a shared tensor
+        return [counter(micro_batch) for micro_batch in micro_batches]
+    return [counter(splitting.bare(micro_batch)) for micro_batch in micro_batches]
 
 
 def sizes_of(micro_batches: Sequence[Any]) -> tuple[int, ...] | None:
@@ -110,14 +113,45 @@ def samples_of(micro_batches: Sequence[Any]) -> int:
         return 0
 
 
-def grouped(loader: Iterable[Any], accumulation_steps: int, tail: str) -> Iterator[MicroBatches]:
+def listed(micro_batches: Iterable[Any]) -> list[Any]:
+    """The micro-batches of a window as a list.
+
+    Raises:
+        BatchError: What was given is a batch.
+    """
+    if isinstance(micro_batches, (Tensor, Mapping, str)) or not isinstance(micro_batches, Iterable):
+        raise BatchError(
+            "step_window takes a list of micro-batches",
+            got=type(micro_batches).__name__,
+            expected="a list, or what engine.windows(loader) yields",
+            hint="pass [micro_batch], or call engine.step(batch), which cuts a batch",
+        )
+    return list(micro_batches)
+
+
+def grouped(
+    loader: Iterable[Any],
+    accumulation_steps: int,
+    tail: str,
+    uneven: str = "use",
+    reduce_counts: Reduce | None = None,
+    ranks: int = 1,
+) -> Iterator[MicroBatches]:
     """Group a loader's micro-batches into windows, reading no further than the window at hand.
 
     With ``tail="drop"`` the last, incomplete window is left out: the window before it says so if the loader has a
     length, else nothing can.
 
+    Args:
+        loader: Of micro-batches of this rank.
+        accumulation_steps: Micro-batches of a window.
+        tail: What becomes of a short last window.
+        uneven: What happens when one rank's loader ends before another's.
+        reduce_counts: Sums over all ranks.
+        ranks: Their number.
+
     Raises:
-        PlanError: ``accumulation_steps`` below 1, or an unknown ``tail``.
+        PlanError: ``accumulation_steps`` below 1, an unknown ``tail`` or ``uneven``.
     """
     if not isinstance(accumulation_steps, int) or accumulation_steps < 1:
         raise PlanError(
@@ -128,21 +162,53 @@ def grouped(loader: Iterable[Any], accumulation_steps: int, tail: str) -> Iterat
         )
     if tail not in TAILS:
         raise PlanError("unknown tail", got=f"tail={tail!r}", expected=" | ".join(map(repr, TAILS)), hint='use "flush"')
-    return _windows(loader, accumulation_steps, tail)
+    if uneven not in UNEVEN:
+        raise PlanError(
+            "unknown uneven", got=f"uneven={uneven!r}", expected=" | ".join(map(repr, UNEVEN)), hint='use "cut"'
+        )
+    own = _windows(loader, accumulation_steps, tail)
+    return own if reduce_counts is None or ranks == 1 else _together(own, uneven, reduce_counts, ranks)
+
+
+def _together(own: Iterator[MicroBatches], uneven: str, reduce_counts: Reduce, ranks: int) -> Iterator[MicroBatches]:
+    """This rank's windows, as long as all ranks have one; each asks the others before it yields."""
+    while True:
+        window = next(own, None)
+        number = int(reduce_counts([float(window is not None)])[0])
+        if number < ranks and uneven == "use" and number > 0:
+            raise UnsupportedError(
+                "the loader of one rank ended before that of another",
+                got=f"another window on {number} of {ranks} ranks",
+                expected="as many windows on all ranks: a rank without a window cannot take part in the reduction of "
+                "gradients yet",
+                hint='pass uneven="cut" to stop where the shortest loader ends, or give every rank as many',
+            )
+        if window is None or number < ranks:
+            return
+        yield window
+        del window
 
 
 def _windows(loader: Iterable[Any], accumulation_steps: int, tail: str) -> Iterator[MicroBatches]:
-    length = len(loader) if isinstance(loader, Sized) else None
+    length = _length(loader)
     window = MicroBatches()
     for i, micro_batch in enumerate(loader, start=1):
         window.append(micro_batch)
         if len(window) == accumulation_steps:
             if tail == "drop" and length is not None and length - i < accumulation_steps:
-                window.num_dropped = length - i
+                window.num_dropped = max(length - i, 0)
             yield window
             window = MicroBatches()
     if window and tail == "flush":
         yield window
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    """Length of a loader; None where it has none, or says so only when asked (torch's, over an iterable data set)."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except (TypeError, NotImplementedError):
+        return None
 
 
 class HandWindow:
@@ -161,12 +227,15 @@ class HandWindow:
         self._position = -1
         self._is_over = False
         self._result: StepResult | None = None
+        self._loop: Generator[Any, None, None] | None = None
 
     def __enter__(self) -> "HandWindow":
         self._window.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._loop is not None:
+            self._loop.close()  # whoever holds on to it
         try:
             if error is not None:
                 if recovery.is_out_of_memory(error):
@@ -184,6 +253,17 @@ class HandWindow:
             self._window.__exit__()
 
     def __iter__(self) -> Iterator[Any]:
+        if self._loop is not None:
+            raise PlanError(
+                "the micro-batches of a window were asked for twice",
+                got="a second loop over the window",
+                expected="one loop, in which each micro-batch is run once",
+                hint="call window.backward several times in the body of one loop",
+            )
+        self._loop = self._micro_steps()
+        return self._loop
+
+    def _micro_steps(self) -> Generator[Any, None, None]:
         for i, micro_batch in enumerate(self._micro_batches):
             self._position = i
             with self._window.entered(i, micro_batch) as moved:

@@ -1,0 +1,340 @@
+"""Two gloo processes: losses with counts of their own, and loaders of another length, are exact or named."""
+
+import os
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import multiprocessing, nn
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from models import LinearStack, Weight, mean_product, regression_batch
+from snugfit import Engine, Loss, Plan, PlanError, UnsupportedError
+from tolerances import FLOAT64
+
+TIMEOUT = 60
+RANKS = 2
+
+
+class Keep(torch.optim.SGD):
+    """Plain SGD of rate 0 that keeps the gradients of every step."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.0)
+        self.seen = []
+
+    def step(self, closure=None):
+        self.seen.append([p.grad.clone() for group in self.param_groups for p in group["params"]])
+        super().step()
+
+
+def batch_of(size):
+    torch.manual_seed(0)
+    return {
+        **regression_batch(size, torch.float64),
+        "a": torch.tensor([1.0, 0.0, 2.0, 0.5, 0.0, 3.0, 1.0], dtype=torch.float64)[:size],
+        "b": torch.tensor([0.0, 4.0, 0.0, 1.0, 1.0, 0.0, 0.0], dtype=torch.float64)[:size],
+    }
+
+
+CUTS = [[(0, 1), (1, 2), (2, 4)], [(4, 6), (6, 7)]]
+"The last micro-batch of the second rank counts nothing in b."
+EVEN_CUTS = [[(0, 1), (1, 4)], [(4, 6), (6, 7)]]
+
+
+def part(batch, cut):
+    return {key: value[cut[0] : cut[1]] for key, value in batch.items()}
+
+
+def losses(model, micro_batch, on_device=True):
+    error = (model(micro_batch["x"]) - micro_batch["y"]).square().mean(1)
+    counts = [micro_batch["a"].sum(), micro_batch["b"].sum()]
+    counts = counts if on_device else [count.item() for count in counts]
+    return [
+        Loss((error * micro_batch["a"]).sum(), counts[0]),
+        0.3 * error.sqrt().mean(),
+        Loss((error.square() * micro_batch["b"]).sum(), counts[1]),
+    ]
+
+
+def wanted_of(model, batch):
+    first, mean, last = losses(model, batch)
+    whole = first.total / first.count + mean + last.total / last.count
+    return torch.autograd.grad(whole, list(model.parameters())), float(whole.detach())
+
+
+def error_of(found, wanted):
+    difference = torch.stack([(a - b).norm() for a, b in zip(found, wanted, strict=True)]).norm()
+    return float(difference / torch.stack([b.norm() for b in wanted]).norm())
+
+
+def several(rank):
+    """Errors of gradient and loss in two windows, and how often a bucket was reduced."""
+    batch, found = batch_of(7), []
+    for on_device in (True, False):  # by hand
+        model = LinearStack().double()
+        wanted, whole = wanted_of(model, batch)
+        keep = Keep(model)
+        engine = Engine(DistributedDataParallel(model), keep, loss=losses)
+        reductions = []
+        engine.model.register_comm_hook(None, counting_hook(reductions))
+        for together in (True, False):
+            with engine.window([part(batch, cut) for cut in CUTS[rank]]) as window:
+                for micro_batch in window:
+                    if together:
+                        window.backward(losses(engine.model, micro_batch, on_device))
+                    else:
+                        for k in range(3):
+                            window.backward(losses(engine.model, micro_batch, on_device)[k])
+            difference = abs(float(window.result.loss) - whole)
+            found.append([error_of(keep.seen[-1], wanted), difference, float(len(reductions))])
+        engine.check_ranks()
+    for on_device in (True, False):
+        for sync in ("window", "micro"):
+            model = LinearStack().double()
+            wanted, whole = wanted_of(model, batch)
+            keep = Keep(model)
+            engine = Engine(
+                DistributedDataParallel(model),
+                keep,
+                Plan(batch_size=7, micro_batch_size=2, world_size=2, uneven=True, sync=sync),
+                loss=lambda m, p, on_device=on_device: losses(m, p, on_device),
+            )
+            reductions = []
+            engine.model.register_comm_hook(None, counting_hook(reductions))
+            parts = [part(batch, cut) for cut in (CUTS if sync == "window" else EVEN_CUTS)[rank]]
+            for _ in range(2):
+                result = engine.step_window(parts)
+                error = error_of(keep.seen[-1], wanted)
+                found.append([error, abs(float(result.loss) - whole), float(len(reductions))])
+            engine.check_ranks()
+    return found
+
+
+def counting_hook(reductions):
+    def hook(state, bucket):
+        reductions.append(1)
+        future = dist.all_reduce(bucket.buffer() / RANKS, async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    return hook
+
+
+def empty_at_the_end(rank):
+    """A rank whose only loss counts nothing in its last micro-batch."""
+    found = []
+    for count in (float, torch.tensor):
+        model = Weight()
+        keep = Keep(model)
+        engine = Engine(
+            DistributedDataParallel(model),
+            keep,
+            loss=lambda m, x, count=count: Loss(
+                (m(x) * (float("nan") if x.sum() == 0 else 1)).sum(), count(float(x.count_nonzero()))
+            ),
+        )
+        numbers = [(6.0, 2.0), (4.0, 0.0)][rank]
+        result = engine.step_window([torch.tensor([x]) for x in numbers])
+        found += [float(keep.seen[0][0]), float(result.loss)]
+    return found
+
+
+def reaching(rank):
+    """Losses that reach a part only, and repeated calls by hand."""
+    found = []
+    for by_hand in (False, True):
+        model = nn.ModuleDict({"d": Weight(), "g": Weight()})
+
+        class Pair(nn.Module):
+            def __init__(self, inner):
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, x):
+                return self.inner["d"](x).sum(), self.inner["g"](x).sum()
+
+        def loss(wrapped, x):
+            d, g = wrapped(x)
+            return Loss(2 * d), Loss(5 * d * g, only=wrapped.module.inner["g"])
+
+        pair = Pair(model)
+        keep = Keep(pair)
+        engine = Engine(DistributedDataParallel(pair), keep, loss=loss)
+        numbers = [(1.0, 3.0), (2.0, 2.0)][rank]
+        micro_batches = [torch.tensor([x]) for x in numbers]
+        if by_hand:
+            with engine.window(micro_batches) as window:
+                for x in window:
+                    first, second = loss(engine.model, x)
+                    window.backward(second)
+                    window.backward(first)
+        else:
+            engine.step_window(micro_batches)
+        found.append([float(gradient) for gradient in keep.seen[0]])
+    return found
+
+
+def contradicting(rank):
+    """Ranks with another number of losses are told, on both of them."""
+    model = Weight()
+    engine = Engine(
+        DistributedDataParallel(model),
+        Keep(model),
+        loss=lambda m, x: [m(x).mean()] * (rank + 1),
+    )
+    try:
+        engine.step_window([torch.ones(1)])
+    except PlanError as error:
+        return error.what
+    return ""
+
+
+def unused(rank):
+    """DDP that looks for unused parameters cannot be made to reduce by itself."""
+    model = LinearStack(depth=1)
+    engine = Engine(
+        DistributedDataParallel(model, find_unused_parameters=True),
+        Keep(model),
+        loss=lambda m, x: Loss(m(x).sum(), only=model),
+    )
+    try:
+        engine.step_window([torch.ones(1, 6)])
+    except UnsupportedError as error:
+        return error.what
+    return ""
+
+
+def uneven(rank):
+    """Ranks with 5 and 3 micro-batches, in windows of 2: short last windows are fine, a missing one is not."""
+    found = []
+    for policy in ("cut", "use"):
+        model = Weight()
+        keep = Keep(model)
+        engine = Engine(DistributedDataParallel(model), keep, loss=mean_product)
+        loader = iter([torch.tensor([float(x)]) for x in ((1, 2, 3, 4, 5), (6, 7, 8))[rank]])
+        message = ""
+        try:
+            for window in engine.windows(loader, 2, uneven=policy):
+                engine.step_window(window)
+        except UnsupportedError as error:
+            message = error.hint
+        found.append([[float(gradients[0]) for gradients in keep.seen], len(list(loader)), message])
+    same = Engine(DistributedDataParallel(model), keep, loss=mean_product)
+    found.append(len([same.step_window(window) for window in same.windows([torch.ones(1)] * (4 - rank), 2)]))
+    return found
+
+
+def closing(rank):
+    """An optimizer that evaluates the window itself."""
+    model = Weight(0.0)
+    optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+    engine = Engine(
+        DistributedDataParallel(model), optimizer, loss=lambda m, k: (m(torch.ones_like(k)) - k).square().mean()
+    )
+    result = engine.step_window([torch.tensor([float(k)]) for k in ((1, 2), (3, 4))[rank]])
+    engine.check_ranks()
+    return [model.w.item(), float(result.loss)]
+
+
+def sparse(rank):
+    """Rows that one rank met only, and rows that both did."""
+    model = nn.Embedding(4, 1, sparse=True)
+    nn.init.zeros_(model.weight)
+    engine = Engine(
+        DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=1.0), loss=lambda m, ids: m(ids).sum()
+    )
+    result = engine.step_window([torch.tensor([row]) for row in ((0, 1), (1, 2))[rank]])
+    engine.check_ranks()
+    return [*model.weight.flatten().tolist(), float(result.grad_norm)]
+
+
+SCENARIOS = (several, empty_at_the_end, reaching, contradicting, unused, uneven, closing, sparse)
+
+
+def one_rank(rank, folder):
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT))
+    results = {}
+    for scenario in SCENARIOS:
+        try:
+            results[scenario.__name__] = scenario(rank)
+        except Exception:
+            results[scenario.__name__] = traceback.format_exc()
+    torch.save(results, f"{folder}/result{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What every scenario returns on each of two ranks; the two processes are started once for all of them."""
+    folder = tmp_path_factory.mktemp("ranks")
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=one_rank, args=(rank, str(folder))) for rank in range(RANKS)]
+    deadline = time.monotonic() + TIMEOUT
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(max(deadline - time.monotonic(), 0.1))
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+    found = [torch.load(folder / f"result{rank}", weights_only=True) for rank in range(RANKS)]
+    return {name: [result[name] for result in found] for name in found[0]}
+
+
+def test_several_denominators_are_exact_over_all_ranks_and_reduced_as_often_as_one(ranks):
+    for found in ranks["several"]:
+        assert not isinstance(found, str), found
+        assert all(error <= FLOAT64 and difference <= FLOAT64 for error, difference, _ in found)
+        assert [reductions for _, _, reductions in found] == [1.0, 2.0] * 2 + [1.0, 2.0, 2.0, 4.0] * 2
+
+
+def test_a_rank_whose_last_loss_counts_nothing_still_reduces(ranks):
+    for found in ranks["empty_at_the_end"]:
+        assert found == [4.0] * 4
+
+
+def test_c120_losses_that_reach_a_part_only_are_reduced_too_and_so_are_repeated_calls_by_hand(ranks):
+    for found in ranks["reaching"]:
+        assert found == [[4.0, 22.5], [4.0, 22.5]]
+
+
+def test_ranks_with_another_number_of_losses_are_told_so_on_both(ranks):
+    for what in ranks["contradicting"]:
+        assert "ranks have another number of losses" in what
+
+
+def test_what_ddp_cannot_reduce_is_refused_by_name(ranks):
+    for what in ranks["unused"]:
+        assert "find_unused_parameters" in what
+
+
+def test_ranks_whose_loaders_end_at_different_times_stop_together_and_never_hang(ranks):
+    for cut, use, same in ranks["uneven"]:
+        for gradients, left, _ in (cut, use):
+            assert gradients == [pytest.approx(4.0), pytest.approx(5.0)]
+            assert left == 0
+        assert cut[2] == ""
+        assert "cut" in use[2]
+        assert same == 2
+
+
+def test_c038_a_closure_s_evaluations_are_those_of_all_ranks(ranks):
+    for found in ranks["closing"]:
+        assert found == [pytest.approx(2.5), pytest.approx(7.5)]
+
+
+def test_sparse_gradients_are_averaged_over_all_ranks(ranks):
+    for found in ranks["sparse"]:
+        assert found == [-0.25, -0.5, -0.25, 0.0, pytest.approx(0.375**0.5)]
