@@ -1,5 +1,6 @@
 """Two gloo processes: counts, losses and decisions are those of one process with the whole batch."""
 
+import math
 import os
 import sys
 import time
@@ -10,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed as dist
-from torch import multiprocessing
+from torch import multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import LinearStack, Weight, mean_product, regression_batch
-from snugfit import DeviceMemoryError, Loss, Plan, PlanError, UnsupportedError
+from models import WIDTH, LinearStack, Weight, mean_product, regression_batch
+from snugfit import DeviceMemoryError, Loss, NonFiniteError, Plan, PlanError, UnsupportedError
 from snugfit.training import distributed
 from snugfit.training.engine import Engine
 from tolerances import FLOAT64
@@ -43,6 +44,8 @@ def ranks(tmp_path_factory):
             if process.is_alive():
                 process.kill()
     found = [torch.load(folder / f"result{rank}", weights_only=True) for rank in range(RANKS)]
+    failed = [text for result in found for text in result.values() if isinstance(text, str) and "Traceback" in text]
+    assert not failed, failed[0]
     return {name: [result[name] for result in found] for name in found[0]}
 
 
@@ -52,7 +55,7 @@ def one_rank(rank, folder):
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT))
     results = {}
-    for scenario in (c003, c022, c111, uneven, drifting, out_of_memory, static_graph):
+    for scenario in (c003, c022, c111, uneven, drifting, out_of_memory, pooled, diagnosed, static_graph):
         try:
             results[scenario.__name__] = scenario(rank)
         except Exception:
@@ -220,6 +223,69 @@ def test_an_out_of_memory_error_under_ddp_is_named_and_not_retried(ranks):
 def test_one_process_is_one_rank_and_agrees_with_itself():
     assert distributed.world_size() == 1
     distributed.check_ranks(LinearStack())
+
+
+class Normalised(nn.Module):
+    """Two BatchNorm layers, of which one is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head, self.unused = nn.BatchNorm1d(2), nn.Linear(2, 1), nn.BatchNorm1d(2, affine=False)
+
+    def forward(self, x):
+        return self.head(self.norm(x))
+
+
+def pooled(rank):
+    """Running statistics of two windows under the window policy; in the second one rank is given other sizes."""
+    torch.manual_seed(0)
+    model = Normalised().double()
+    plan = Plan(batch_size=8, micro_batch_size=2, world_size=RANKS, norm_policy="window")
+    ddp = DistributedDataParallel(model)
+    engine = Engine(ddp, Keep(ddp), plan, loss=lambda model, x: model(x).square().mean())
+    found = []
+    for sizes in ((4, 4), (6, 2)):
+        whole = torch.arange(16.0, dtype=torch.float64).reshape(8, 2) ** 2
+        engine.step(whole[: sizes[0]] if rank == 0 else whole[sizes[0] :])
+        engine.check_ranks()
+        norm = model.norm
+        found.append([norm.running_mean.clone(), norm.running_var.clone(), int(norm.num_batches_tracked)])
+    return [*found, int(model.unused.num_batches_tracked), model.unused.running_var.tolist()]
+
+
+def test_running_statistics_of_a_window_are_pooled_over_ranks_too(ranks):
+    whole = torch.arange(16.0, dtype=torch.float64).reshape(8, 2) ** 2
+    big = nn.BatchNorm1d(2).double()
+    for windows in zip(*(found[:2] for found in ranks["pooled"]), strict=True):
+        big(whole)
+        for mean, variance, tracked in windows:
+            torch.testing.assert_close(mean, big.running_mean, rtol=FLOAT64, atol=0)
+            torch.testing.assert_close(variance, big.running_var, rtol=FLOAT64, atol=0)
+            assert tracked == int(big.num_batches_tracked)
+    for found in ranks["pooled"]:
+        assert found[2:] == [0, [1.0, 1.0]]
+
+
+def diagnosed(rank):
+    model = LinearStack()
+    engine, _ = engine_of(model, lambda model, x: model(x).mean(), micro_batch_size=1, nonfinite="raise")
+    batch = torch.ones(2, WIDTH)
+    skipped = [engine.step(batch).skipped]
+    batch[1] = math.nan if rank == 1 else 1.0
+    with pytest.raises(NonFiniteError) as caught:
+        engine.step(batch)
+    found = caught.value.diagnosis
+    skipped.append(engine.step(torch.ones(2, WIDTH)).skipped)
+    return [skipped, str(caught.value), found.rank, found.micro_batch, found.cause]
+
+
+def test_every_rank_diagnoses_its_own_micro_batches_without_waiting_for_another(ranks):
+    clean, bad = ranks["diagnosed"]
+    assert clean[0] == bad[0] == [False, False]
+    assert clean[2:] == [0, None, "none"]
+    assert "look at the messages of the other ranks" in clean[1]
+    assert bad[2:4] == [1, 1]
+    assert "the input of micro-batch 1 is not finite" in bad[1]
 
 
 def static_graph(rank):

@@ -208,7 +208,7 @@ def test_c098_nothing_of_the_failed_attempt_is_alive_when_the_next_one_starts():
     assert len(alive) == 1 + 2
 
 
-@pytest.mark.filterwarnings("ignore:out of memory:UserWarning")
+@pytest.mark.filterwarnings("ignore:out of memory:UserWarning", "ignore:BatchNorm makes:UserWarning")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_random_states_and_buffers_are_those_of_a_run_that_started_with_the_smaller_size(where):
     class Model(nn.Module):

@@ -1,7 +1,7 @@
 """Copies of a model's registered buffers, taken before something that may change them.
 
-Entry point: ``Keeper``. Recovery puts the copies back after a window that failed, recomputation swaps them in while
-a forward is repeated.
+Entry points: ``Keeper`` and ``restore``. The engine puts the copies back after a window that made no update;
+recomputation swaps them in while a forward is repeated.
 
 NOTE [Which buffers are copied]
 1. Copying every buffer every time would cost memory (masks, tables of positions), so one that was left as it was the
@@ -13,6 +13,7 @@ NOTE [Which buffers are copied]
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 _SMALL = 2**16
@@ -60,6 +61,23 @@ class Keeper:
                 kept.append(Kept(module, name, buffer, now[1], None if needless else buffer.detach().clone()))
                 self._last[i, name] = now
         return kept
+
+
+@torch.no_grad()
+def restore(kept: Iterable[Kept]) -> list[Kept]:
+    """Put the copies back, into the same buffers.
+
+    Returns:
+        What changed although no copy was taken, and so could not be put back.
+    """
+    changed = []
+    for one in kept:
+        if one.copy is not None:
+            one.buffer.copy_(one.copy)
+            setattr(one.module, one.name, one.buffer)
+        elif not one.has_stayed:
+            changed.append(one)
+    return changed
 
 
 def _changes_unseen(module: nn.Module, buffer: Tensor) -> bool:

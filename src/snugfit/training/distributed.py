@@ -20,6 +20,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """Number of this process among them; 0 where no process group is initialised."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def reduce_counts(values: Sequence[float | Tensor], device: torch.device) -> list[float | Tensor]:
     """Sum numbers over all ranks, in one message.
 
@@ -36,14 +41,16 @@ def reduce_counts(values: Sequence[float | Tensor], device: torch.device) -> lis
 
 
 def check_ranks(model: nn.Module) -> None:
-    """Check that all ranks hold the same weights and buffers, bit for bit, by comparing sums of their bits.
+    """Check that all ranks hold the same weights, bit for bit, by comparing sums of their bits.
+
+    Buffers are left out: DDP lets those of BatchNorm differ until the next window begins.
 
     Raises:
-        PlanError: Ranks differ; ``.names`` are the parameters and buffers.
+        PlanError: Ranks differ; ``.names`` are the parameters.
     """
     if world_size() == 1:
         return
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = dict(model.named_parameters())
     sums = torch.stack([_bit_sum(tensor) for tensor in state.values()])
     highest, lowest = sums.clone(), sums.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX)

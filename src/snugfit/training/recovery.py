@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from snugfit.errors import DeviceMemoryError, SnugfitError
+from snugfit.training import buffers as buffer_copies
 from snugfit.training.buffers import Keeper, Kept
 
 # Anchored beginnings of what is raised as a plain RuntimeError. Only allocation failures: an internal error of a
@@ -93,10 +94,28 @@ class Snapshots:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
         self._keeper = Keeper()
+        self._latest: list[Kept] | None = None
 
     def take(self) -> tuple[dict[str, Any], list[Kept]]:
         """What ``restore`` needs."""
-        return random_states(self._device), self._keeper.take(self._model.modules())
+        self._latest = self._keeper.take(self._model.modules())
+        return random_states(self._device), self._latest
+
+    def buffers(self) -> list[Kept]:
+        """What ``restore_buffers`` needs: what ``take`` has just copied, if it was called for this window."""
+        kept, self._latest = self._latest, None
+        return self._keeper.take(self._model.modules()) if kept is None else kept
+
+    def restore_buffers(self, kept: list[Kept]) -> None:
+        """Set buffers to what they were before a window that made no update; random states go on."""
+        changed = buffer_copies.restore(kept)
+        if changed:
+            warnings.warn(
+                f"a window without an update changed buffer {changed[0].name} of {type(changed[0].module).__name__}, "
+                "which the window before had left as it was, so it cannot be taken back; change buffers in every "
+                "window or in none",
+                stacklevel=2,
+            )
 
     def restore(self, snapshot: tuple[dict[str, Any], list[Kept]]) -> None:
         """Set random states and buffers to what they were.
@@ -104,41 +123,44 @@ class Snapshots:
         Raises:
             DeviceMemoryError: A buffer changed that the window before had left as it was.
         """
-        states, buffers = snapshot
+        states, kept = snapshot
         set_random_states(states, self._device)
-        for kept in buffers:
-            if kept.copy is not None:
-                with torch.no_grad():
-                    kept.buffer.copy_(kept.copy)
-                setattr(kept.module, kept.name, kept.buffer)
-            elif not kept.has_stayed:
-                raise DeviceMemoryError(
-                    "a window that ran out of memory cannot be taken back to its beginning",
-                    got=f"buffer {kept.name} of {type(kept.module).__name__} changed, unlike in the window before",
-                    expected="buffers that change in every window or in none",
-                    hint="start again from a saved state with a smaller micro_batch_size",
-                )
+        changed = buffer_copies.restore(kept)
+        if changed:
+            raise DeviceMemoryError(
+                "a window that ran out of memory cannot be taken back to its beginning",
+                got=f"buffer {changed[0].name} of {type(changed[0].module).__name__} changed, unlike in the window "
+                "before",
+                expected="buffers that change in every window or in none",
+                hint="start again from a saved state with a smaller micro_batch_size",
+            )
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """States of the random generators that a training step may draw from, as tensors and built-in values."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    """States of the random generators that a training step may draw from, as those give them."""
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached),
+        "numpy": np.random.get_state(),
     }
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
+def saved_random_states(device: torch.device) -> dict[str, Any]:
+    """The same as tensors and built-in values only, to be written to a file."""
+    states = random_states(device)
+    kind, keys, *rest = states["numpy"]
+    return {**states, "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)}
+
+
 def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Set what ``random_states`` read."""
+    """Set what ``random_states`` or ``saved_random_states`` read."""
     torch.set_rng_state(states["torch"])
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state((kind, np.asarray(keys).astype(np.uint32), *rest))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)

@@ -1,0 +1,100 @@
+"""A plan's ``norm_policy``: what an engine does with normalisation layers around each window.
+
+Entry point: ``apply``. ``"micro"`` is torch's own behaviour, with a warning; ``"window"`` moves running statistics once
+per window; ``"frozen"`` never. What they do to a layer is ``norms``'s.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from snugfit.training import norms
+from snugfit.training.norms import Frozen
+from snugfit.training.running_statistics import (
+    BATCH_NORM,
+    INSTANCE_NORM,
+    Pooled,
+    WindowStatistics,
+    pool_over_ranks,
+    pooled,
+)
+
+_SHOWN = 8
+
+
+def apply(model: nn.Module, policy: str) -> "Policy":
+    """Make a model's normalisation layers follow a policy; doing so again changes nothing.
+
+    Args:
+        model: Changed in place; may be wrapped in DDP.
+        policy: ``"micro" "window" "frozen"``.
+
+    Raises:
+        PlanError: Nothing to freeze in a BatchNorm layer.
+        UnsupportedError: A lazy layer.
+    """
+    if policy == "micro":
+        return Policy(model, None)
+    if not any(isinstance(module, (BATCH_NORM, INSTANCE_NORM)) for module in model.modules()):
+        norms.warn_of_no_effect(f"norm_policy={policy!r}")
+        return Policy(model, None)
+    return Policy(model, norms.freeze(model) if policy == "frozen" else norms.window_statistics(model))
+
+
+class Policy:
+    """Drives the layers of one engine, also those that are under ``window_statistics`` by the user's own call.
+
+    Between windows a forward in training mode moves no statistics of such layers.
+    """
+
+    def __init__(self, model: nn.Module, handle: Frozen | WindowStatistics | None) -> None:
+        self._model, self._handle = model, handle
+        self._layers = [module for module in model.modules() if isinstance(module, (BATCH_NORM, INSTANCE_NORM))]
+        self._has_warned = isinstance(handle, WindowStatistics)
+
+    def begin(self, num_micro_batches: int) -> None:
+        """Before a window: forget what was seen outside of it, and warn once of what it does to BatchNorm."""
+        self.discard()
+        if num_micro_batches > 1 and not self._has_warned and any(map(_is_affected, self._layers)):
+            self._has_warned = True
+            warnings.warn(
+                f"BatchNorm makes {num_micro_batches} micro-batches not equivalent to the full batch: "
+                "norm_policy='micro' normalises each by itself and moves running statistics for each, in "
+                f"{_listed([name for name, layer in norms.batch_norms(self._model) if _is_affected(layer)])}; use "
+                "norm_policy='window' (statistics move once per window), 'frozen' (equivalent), or "
+                "snugfit.norms.to_group_norm",
+                stacklevel=7,
+            )
+
+    def update(self) -> None:
+        """After an update: running statistics that belong to the window, over all ranks, move once."""
+        layers = self._pooled()
+        if layers and isinstance(self._model, nn.parallel.DistributedDataParallel):
+            pool_over_ranks(layers)
+        for layer in layers:
+            layer.update()
+
+    def discard(self) -> None:
+        """After a window that made no update."""
+        for layer in self._pooled():
+            layer.discard()
+
+    def remove(self) -> None:
+        """Give the layers their own behaviour back."""
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _pooled(self) -> list[Pooled]:
+        return [found for layer in self._layers if (found := pooled(layer)) is not None]
+
+
+def _is_affected(layer: Any) -> bool:
+    """Whether a window of several micro-batches changes what a layer does, and nothing is done about it."""
+    return isinstance(layer, BATCH_NORM) and norms.couples(layer) and pooled(layer) is None
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(name or "the model itself" for name in names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more layers" if len(names) > _SHOWN else shown
