@@ -5,7 +5,8 @@ Nothing here calls the user's callables or allocates a tensor.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from math import isfinite
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -37,8 +38,11 @@ def is_unsaid(count: Count) -> bool:
 class Loss:
     """A loss that says what it is a mean of.
 
-    Several of them from one loss function are ratios of their own over the window; their sum is trained on.
-    One whose count is 0 is not back-propagated, whatever its value.
+    Several of them from one loss function are ratios of their own over the window; their sum is trained on. Each is
+    known by its place, so all micro-batches of a window return as many. One whose count is 0 is not back-propagated,
+    whatever its value. Counts that differ from each other cost memory and time: each further one holds one more
+    gradient of every parameter it reaches, and one more backward per micro-batch, but for a window's last (losses
+    that count alike share one: leave count out where it is the job's, or give them the very same tensor).
 
     Args:
         total: Sum over the counted units, a 0-dimensional tensor.
@@ -78,6 +82,16 @@ class LossScale:
     cap: float = 2.0**24
 
     def __post_init__(self) -> None:
+        for field_ in fields(self):
+            value = getattr(self, field_.name)
+            whole = field_.name == "growth_interval"
+            if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not isfinite(value):
+                raise PlanError(
+                    f"LossScale.{field_.name} is not a number to work with",
+                    got=f"{field_.name}={value!r}",
+                    expected="a whole number" if whole else "a finite number",
+                    hint="leave it out for its default",
+                )
         rules = (
             ("init_scale", self.floor <= self.init_scale <= self.cap, "floor <= init_scale <= cap"),
             ("growth_factor", self.growth_factor >= 1, ">= 1"),

@@ -24,6 +24,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "norm_policy": ("micro", "window", "frozen"),
     "optimizer_impl": ("as-given", "for-loop", "foreach", "fused"),
     "gradient_dtype": ("float32", "parameter"),
+    "bf16_update": ("master-weights", "stochastic-rounding", "nearest"),
     "sync": ("window", "micro"),
     "shard": ("none", "ddp", "fsdp"),
 }
@@ -101,6 +102,11 @@ class Plan:
     "Number of chunks of a loss that calls ``chunked_cross_entropy``."
     gradient_dtype: str = "float32"
     'Type of the gradients of bf16-true weights: ``"float32"`` or ``"parameter"``.'
+    bf16_update: str = "master-weights"
+    """How bf16-true weights are updated: on fp32 ``"master-weights"``, or without them by ``"stochastic-rounding"``.
+
+    ``"nearest"`` rounds small updates away.
+    """
     sync: str = "window"
     'When ranks reduce gradients: once per ``"window"`` or every ``"micro"`` step.'
     shard: str = "none"
@@ -125,6 +131,13 @@ class Plan:
                 )
         for name, choices in _CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
+        if self.bf16_update != "master-weights" and self.precision != "bf16-true":
+            raise PlanError(
+                "bf16_update says how bf16-true weights are updated, and there are none",
+                got=f"bf16_update={self.bf16_update!r}, precision={self.precision!r}",
+                expected='precision="bf16-true", or bf16_update left out',
+                hint="leave bf16_update out",
+            )
         if self.version != VERSION or isinstance(self.version, bool):
             raise PlanError(
                 "the plan has another version of the schema",

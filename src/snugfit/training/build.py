@@ -1,7 +1,7 @@
 """Makes an engine out of a job and a plan: the one place that knows in which order everything is made.
 
 Entry points: ``build``, and ``construct`` below it, which also runs under fake tensors. The order: model, recompute,
-device, optimizer, scheduler, engine. Wrapping in DDP or FSDP is left out.
+bf16 weights, device, optimizer, its master weights, scheduler, engine. Wrapping in DDP or FSDP is left out.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from snugfit import hardware
 from snugfit.errors import DeviceMemoryError, PlanError, SnugfitError
 from snugfit.jobs import Job
 from snugfit.plans import Plan
-from snugfit.training import admission, checkpointing, distributed, fingerprint, recovery, windows
+from snugfit.training import admission, bf16_weights, checkpointing, distributed, fingerprint, recovery, windows
 from snugfit.training.engine import Engine
 from snugfit.training.example import example_batch as example_batch
 
@@ -81,10 +81,14 @@ def construct(job: Job, plan: Plan, device: torch.device) -> Engine:
     fingerprint.check(plan, model)
     if plan.recompute:
         checkpointing.apply(model, plan.recompute)
+    if plan.precision == "bf16-true":
+        bf16_weights.convert(model, plan)
     model = _moved(model, device)
     made = job.optimizer(model)
     optimizers = list(made) if isinstance(made, (list, tuple)) else [made]
     set_implementation(optimizers, plan.optimizer_impl)
+    if plan.precision == "bf16-true":
+        bf16_weights.attach(model, optimizers, plan)
     return Engine(
         model,
         optimizers,

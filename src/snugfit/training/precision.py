@@ -1,9 +1,11 @@
-"""Mixed precision: the autocast context of a precision, and the loss scale that fp16 needs.
+"""Precision: the autocast context of one, which one a device is good at, and the loss scale that fp16 needs.
 
-Entry points: ``autocast`` and ``Scaler``. The scale is a number of the host, constant within a window; whether a
-window overflowed is decided elsewhere and handed in, so that nothing here reads a tensor.
+Entry points: ``autocast``, ``resolve``, ``keep_fp32``, ``to_fp32_masters`` and ``Scaler``. The scale is a number of
+the host, constant within a window; whether a window overflowed is handed in, so that nothing here reads a tensor.
 """
 
+import functools
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,33 +13,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from snugfit.errors import PlanError, UnsupportedError
+from snugfit import hardware
+from snugfit.errors import PlanError
 from snugfit.jobs import LossScale
 from snugfit.plans import PRECISIONS
+from snugfit.training.islands import HALF
+from snugfit.training.islands import keep_fp32 as keep_fp32
 
-_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+_DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
+_TENSOR_CORES = (7, 0)
+"Least compute capability with tensor cores for float16."
 
 
 def autocast(precision: str, device: torch.device | str, *, cache_enabled: bool = True) -> AbstractContextManager[Any]:
-    """The context in which a forward runs under a precision.
+    """The context in which forward and loss run under a precision.
 
     Args:
-        precision: ``"32-true"`` (no autocast), ``"16-mixed"`` or ``"bf16-mixed"``.
+        precision: ``"32-true"`` (no autocast), ``"16-mixed"``, ``"bf16-mixed"``, or ``"bf16-true"``, whose model
+            stays out of it (see ``bf16_weights``), so that its loss is computed as under ``"bf16-mixed"``.
         device: Where the forward runs.
         cache_enabled: Whether a weight that is cast keeps its copy until the context ends. Backward needs the copies
             anyway; evaluation does not.
 
     Raises:
-        PlanError: Unknown precision.
-        UnsupportedError: ``"bf16-true"``, which is not built yet.
+        PlanError: Unknown precision, or one that the device does not have.
     """
-    if precision == "bf16-true":
-        raise UnsupportedError(
-            "bf16-true weights are not supported yet",
-            got="precision='bf16-true'",
-            expected='"32-true", "16-mixed" or "bf16-mixed"',
-            hint='use precision="bf16-mixed"',
+    check_name(precision)
+    if precision not in _DTYPES:
+        return nullcontext()
+    type_, dtype = torch.device(device).type, _DTYPES[precision]
+    if not _has_half_types(type_) and not _can_be_on(type_, dtype):
+        raise PlanError(
+            f"the device does not have the precision {precision!r}",
+            got=f"device={str(device)!r}, which is not present or has no autocast to {dtype}",
+            expected='a device that is present and has it, or precision="32-true"',
+            hint='use precision="auto" to take what the device is good at',
         )
+    return torch.autocast(type_, dtype=dtype, cache_enabled=cache_enabled)
+
+
+def check_name(precision: object) -> None:
+    """Refuse a precision that there is not.
+
+    Raises:
+        PlanError: Unknown.
+    """
     if precision not in PRECISIONS:
         raise PlanError(
             "unknown precision",
@@ -45,9 +65,56 @@ def autocast(precision: str, device: torch.device | str, *, cache_enabled: bool 
             expected=" | ".join(map(repr, PRECISIONS)),
             hint='use precision="bf16-mixed"',
         )
-    if precision not in _DTYPES:
-        return nullcontext()
-    return torch.autocast(torch.device(device).type, dtype=_DTYPES[precision], cache_enabled=cache_enabled)
+
+
+def resolve(precision: str, device: torch.device | str | hardware.Device) -> tuple[str, str]:
+    """The precision to use on a device, and why.
+
+    Args:
+        precision: ``"auto"``, or one that is taken as it is where the device has it.
+        device: A torch device that is present, or one of ``snugfit.devices()``.
+
+    Returns:
+        Name of the precision, and the reason.
+
+    Raises:
+        PlanError: Unknown precision or device, or a precision that a present device does not have.
+
+    Example:
+        >>> resolve("auto", "rtx-3090")[0], resolve("auto", "t4")[0], resolve("auto", "cpu")[0]
+        ('bf16-mixed', '16-mixed', '32-true')
+    """
+    if precision != "auto":
+        check_name(precision)
+        if isinstance(device, torch.device):
+            autocast(precision, device)
+        return precision, "asked for"
+    if isinstance(device, torch.device) and device.type not in ("cpu", "cuda"):
+        return "32-true", f"of a device of type {device.type} it is not known which precision it is good at"
+    card = hardware.resolve(str(device) if isinstance(device, torch.device) else device)
+    if card.kind == "cpu":
+        return "32-true", "on a CPU products of bfloat16 or float16 matrices are mostly slower than float32, up to 105x"
+    if card.compute_capability is None:
+        return "32-true", f"the compute capability of {card.name} is not known"
+    name = "{}.{}".format(*card.compute_capability)
+    if card.compute_capability >= hardware.BFLOAT16_CAPABILITY:
+        return "bf16-mixed", f"compute capability {name}: tensor cores multiply bfloat16, and no loss scale is needed"
+    if card.compute_capability >= _TENSOR_CORES and "float16" in card.flops:
+        return "16-mixed", f"compute capability {name}: tensor cores multiply float16, but not bfloat16"
+    return "32-true", f"compute capability {name}: no tensor cores that half precision would gain from"
+
+
+def warn_of_emulation(precision: str, device: torch.device) -> None:
+    """Say that a device computes a precision only by converting to float32 and back."""
+    if device.type != "cuda" or _DTYPES.get(precision) != torch.bfloat16:
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < hardware.BFLOAT16_CAPABILITY:
+        warnings.warn(
+            f"precision={precision!r}: compute capability {capability[0]}.{capability[1]} has no bfloat16 (8.0 has) "
+            'and converts to float32 and back, which is slower than either; use precision="auto"',
+            stacklevel=4,
+        )
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
@@ -75,7 +142,7 @@ class Scaler:
             self._clean_windows = 0
             return
         self._clean_windows += 1
-        if self._clean_windows == settings.growth_interval:
+        if self._clean_windows >= settings.growth_interval:
             self.scale = min(self.scale * settings.growth_factor, settings.cap)
             self._clean_windows = 0
 
@@ -84,8 +151,38 @@ class Scaler:
         return {"scale": self.scale, "clean_windows": self._clean_windows}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a saved state."""
-        self.scale, self._clean_windows = float(state["scale"]), int(state["clean_windows"])
+        """Go on from a saved state, within the bounds that are set now."""
+        self.scale = min(max(float(state["scale"]), self.settings.floor), self.settings.cap)
+        self._clean_windows = int(state["clean_windows"])
+
+
+def scaler(precision: str, loss_scale: LossScale | None) -> Scaler | None:
+    """The loss scale of a precision: only fp16 needs one.
+
+    ``LossScale(init_scale=1, growth_factor=1)`` turns it off, which is warned about.
+
+    Raises:
+        PlanError: Something else than a ``LossScale``.
+    """
+    if loss_scale is not None and not isinstance(loss_scale, LossScale):
+        raise PlanError(
+            "loss_scale is not a LossScale",
+            got=f"loss_scale={loss_scale!r}",
+            expected="snugfit.LossScale, or None for its defaults",
+            hint=f"write loss_scale=snugfit.LossScale(init_scale={loss_scale!r})"
+            if isinstance(loss_scale, (int, float))
+            else "leave loss_scale out",
+        )
+    if precision != "16-mixed":
+        return None
+    settings = LossScale() if loss_scale is None else loss_scale
+    if settings.init_scale == 1 and settings.growth_factor == 1:
+        warnings.warn(
+            'precision="16-mixed" with a loss scale that stays 1: gradients below 3e-8 become 0 in fp16, and those '
+            "below 6e-5 lose digits; leave loss_scale out to have it found",
+            stacklevel=3,
+        )
+    return Scaler(settings)
 
 
 def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
@@ -105,23 +202,70 @@ def multiply(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
         torch.ops.aten._foreach_mul_.Tensor(group, factor.to(device, dtype))
 
 
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Norm over all gradients, in fp32 where they are of half precision, whose own range and digits do not do."""
+    if not any(gradient.dtype in HALF for gradient in gradients):
+        total: Tensor = nn.utils.get_total_norm(gradients)
+        return total
+    norms = []
+    for gradient in gradients:
+        dtype = torch.float32 if gradient.dtype in HALF else gradient.dtype
+        norms.append(torch.linalg.vector_norm(gradient, dtype=dtype).to(gradients[0].device, torch.float32))
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
 def refuse_half_weights(model: nn.Module) -> None:
     """Refuse trainable half-precision weights, whose gradients a loss scale cannot be divided out of.
 
     Raises:
         PlanError: Names every such parameter; frozen ones are fine.
     """
-    half = [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16)
-    ]
+    half = _half_weights(model)
     if half:
         raise PlanError(
             "16-mixed training needs fp32 trainable weights",
             got=f"half-precision trainable parameters: {', '.join(half)}",
             expected="torch.float32; autocast casts them where it pays, frozen ones may stay as they are",
-            hint=f"convert them before the optimizer is made: model.get_parameter({half[0]!r}).data = "
-            f"model.get_parameter({half[0]!r}).data.float()",
+            hint="convert them before the optimizer is made: snugfit.precision.to_fp32_masters(model)",
             parameters=tuple(half),
         )
+
+
+def to_fp32_masters(model: nn.Module) -> tuple[str, ...]:
+    """Convert trainable half-precision weights to fp32, in place and exactly; frozen ones stay as they are.
+
+    Call it before the optimizer is made. The parameters stay the same objects.
+
+    Returns:
+        Names of the parameters that were converted.
+    """
+    names = _half_weights(model)
+    for name in names:
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.float()
+    return tuple(names)
+
+
+def _half_weights(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.dtype in HALF]
+
+
+@functools.cache
+def _is_present(device_type: str) -> bool:
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device_type and torch.accelerator.is_available()
+
+
+def _has_half_types(device_type: str) -> bool:
+    """Whether autocast to both half types is certain to work."""
+    return device_type == "cpu" or (device_type == "cuda" and _is_present(device_type))
+
+
+def _can_be_on(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether autocast stays on when asked for; torch turns it off with a warning where it has none."""
+    if not torch.amp.is_autocast_available(device_type) or (device_type != "cuda" and not _is_present(device_type)):
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return bool(getattr(torch.autocast(device_type, dtype=dtype), "_enabled", True))

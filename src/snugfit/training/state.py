@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from snugfit.errors import PlanError
-from snugfit.training import recovery
+from snugfit.training import recovery, updates
 from snugfit.training.precision import Scaler
 from snugfit.training.weighting import Number
 
@@ -25,8 +25,8 @@ class Progress:
     micro_steps: int = 0
     samples: int = 0
     skipped_in_a_row: int = 0
-    reference: Number = 1.0
-    "R of a loss that reports its own count, from the last window's."
+    reference: tuple[Number | None, ...] | None = None
+    "R of the losses that report their own counts, from the windows before; None: there was none yet."
     micro_batch_size: int | None = None
 
 
@@ -45,10 +45,11 @@ def collect(parts: Parts, progress: Progress, with_model: bool) -> dict[str, Any
     """Everything that the next windows depend on."""
     state = {
         "optimizers": [optimizer.state_dict() for optimizer in parts.optimizers],
+        "weights": [updates.of(optimizer).state_dict() for optimizer in parts.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in parts.schedulers],
         "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
         "progress": asdict(progress),
-        "random": recovery.random_states(parts.device),
+        "random": recovery.saved_random_states(parts.device),
     }
     return {"model": parts.model.state_dict(), **state} if with_model else state
 
@@ -57,7 +58,8 @@ def load(parts: Parts, progress: Progress, state: Mapping[str, Any]) -> None:
     """Set what ``collect`` read, random states included.
 
     Raises:
-        PlanError: The state is of another number of optimizers or schedulers; nothing is changed then.
+        PlanError: The state is of another number of optimizers or schedulers, or of other master weights; nothing is
+            changed then.
     """
     for name, ours in (("optimizers", parts.optimizers), ("schedulers", parts.schedulers)):
         if len(state[name]) != len(ours):
@@ -67,8 +69,15 @@ def load(parts: Parts, progress: Progress, state: Mapping[str, Any]) -> None:
                 expected="the same",
                 hint="build the engine as it was built when the state was saved",
             )
+    trained = [updates.of(optimizer) for optimizer in parts.optimizers]
+    weights = state.get("weights", [{}] * len(trained))
+    for update, saved in zip(trained, weights, strict=True):
+        update.check_state(saved)
     if "model" in state:
         parts.model.load_state_dict(state["model"])
+    for update, saved in zip(trained, weights, strict=True):
+        update.load_state_dict(saved)
+    torch.clear_autocast_cache()  # casts of the old weights, where the caller's own autocast is open
     for optimizer, saved in zip(parts.optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
     for scheduler, saved in zip(parts.schedulers, state["schedulers"], strict=True):
