@@ -1,0 +1,334 @@
+"""Runs windows of a job, each on a copy of its model, and keeps what a comparison needs of them.
+
+Entry point: ``Bench``. It is ``build``'s engine that runs, which is stopped before its update. Comparing
+is ``agreement``'s.
+"""
+
+import copy
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from snugfit.errors import PlanError, SnugfitError, UnsupportedError
+from snugfit.jobs import Count, Job, Loss, LossScale
+from snugfit.plans import Plan
+from snugfit.training import build, norms, recovery, splitting, torch_private
+from snugfit.training.observing import ModuleNames, Observer
+
+COMPARED = "compared"
+"Reason of a window that was stopped before its update."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How a window is run."""
+
+    precision: str
+    dtype: torch.dtype | None = None
+    "What model and data are converted to; None: as they are."
+    is_steady: bool = False
+    "Whether random operations give constants."
+    recomputes: bool = False
+    "Whether anything is recomputed, by the plan or by the model itself."
+    keeps_batch_norms: bool = True
+    "Else they are in evaluation mode, so that they couple nothing."
+    loss_scale: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    """What one window did before it was stopped; tensors are on the host, in float64."""
+
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    loss: float = float("nan")
+    count: float = float("nan")
+    reason: str | None = None
+    error: Exception | None = None
+    failed_in: str = ""
+    state: Any = None
+    "What ``look`` made of the model afterwards."
+    changed: list[str] = field(default_factory=list)
+    "Tensors of a micro-batch that were changed in place."
+    drawn: set[str] = field(default_factory=set)
+    "Random operations that gave constants; ``python`` and ``numpy`` for numbers that do not come from torch."
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it ran and all its numbers are finite."""
+        values = [self.loss, *(float(g.abs().sum()) for g in self.gradients.values())]
+        return self.error is None and bool(np.isfinite(values).all())
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Whether memory ran out before its end."""
+        return self.error is not None and recovery.is_out_of_memory(self.error)
+
+
+class Bench:
+    """Runs windows of a job, each from the same weights and random states.
+
+    Args:
+        job: Its model is never run, only copies of it.
+        plan: For one rank.
+        device: Where.
+        owned: Names of the parameters that the job's optimizers hold.
+    """
+
+    def __init__(self, job: Job, plan: Plan, device: torch.device, template: nn.Module, owned: Sequence[str]) -> None:
+        self.job, self.plan, self.device = job, plan, device
+        self._template, self._owned = template, owned
+        self.num_forwards = 0
+
+    def cut(
+        self, batch: Any, micro_batch_size: int | None, count: "Count | None" = None
+    ) -> tuple[list[Any], list[float]]:
+        """Micro-batches of a batch and their counts; None leaves it whole."""
+        job = self.job if count is None else replace(self.job, count=count)
+        if micro_batch_size is None:
+            micro_batch_size = splitting.num_samples(batch) if job.split is None else self.plan.samples_per_rank
+        return build.prepare(job, batch, micro_batch_size)
+
+    def run(
+        self,
+        parts: Sequence[Any],
+        counts: Sequence[float | None],
+        setting: Setting,
+        *,
+        observer: Observer | None = None,
+        names: ModuleNames | None = None,
+        around_checkpoints: Callable[[torch_private.CheckpointCall], Callable[[], None]] | None = None,
+        on_loss: Callable[[Any], None] | None = None,
+        around_model: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
+        look: Callable[[nn.Module], Any] | None = None,
+    ) -> Trial:
+        """Run one window up to its update.
+
+        Args:
+            parts: Micro-batches on the host; copies of them are used.
+            counts: Of each.
+            setting: How.
+            observer: Watches the forward.
+            names: Learns which module runs.
+            around_checkpoints: See ``torch_private.checkpoint_calls``.
+            on_loss: Told of what each call of the loss function returned.
+            around_model: Makes a context from the model, entered for the window.
+            look: Makes ``Trial.state`` of the model when all gradients are there.
+
+        Returns:
+            What it did; an error of the user's code is in ``.error``, one of snugfit is raised.
+        """
+        trial, steady = Trial(), torch_private.Steady()
+        with ExitStack() as stack:
+            stack.enter_context(seeded(self.job.seed, self.device))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            stack.enter_context(_default_dtype(setting.dtype))
+            try:
+                engine = self._engine(setting, names, observer, on_loss)
+                self._hook(engine, trial, setting, look)
+                if names is not None:
+                    stack.enter_context(names.of(engine.model))
+                if around_model is not None:
+                    stack.enter_context(around_model(engine.model))
+                around = around_checkpoints or _unwatched
+                stack.enter_context(torch_private.checkpoint_calls(around, plain=not setting.recomputes))
+                outside = random.getstate(), numpy_state()
+                stack.enter_context(steady if setting.is_steady else nullcontext())
+                result = engine.run(_copied(parts), counts)
+                trial.reason, trial.loss, trial.count = result.reason, float(result.loss), float(result.count)
+                trial.drawn |= steady.seen | _drawn_outside(outside)
+            except SnugfitError as error:
+                if not recovery.is_out_of_memory(error.__cause__ or error):
+                    raise
+                trial.error = error
+            except Exception as error:
+                trial.error = error
+                trial.failed_in = observer.failed_in if observer is not None else ""
+        if trial.error is not None and trial.ran_out_of_memory:
+            trial.error.__traceback__ = None  # its frames hold the tensors that failed
+        return trial
+
+    def _engine(
+        self,
+        setting: Setting,
+        names: ModuleNames | None,
+        observer: Observer | None,
+        on_loss: Callable[[Any], None] | None,
+    ) -> Any:
+        model = copied(self._template)
+        if setting.dtype is not None:
+            model = model.double() if setting.dtype == torch.float64 else model.float()
+        if not setting.keeps_batch_norms:
+            for _, layer in norms.batch_norms(model):
+                layer.eval()
+
+        def loss(model: nn.Module, micro_batch: Any) -> Any:
+            self.num_forwards += 1
+            with observer or nullcontext():
+                value = self.job.loss(model, micro_batch)
+            if names is not None:
+                names.end_forward(losses_of(value))
+            if on_loss is not None:
+                on_loss(value)
+            return value
+
+        scale = setting.loss_scale
+        job = replace(
+            self.job,
+            model=lambda: model,
+            loss=loss,
+            optimizer=self._optimizer,
+            scheduler=None,
+            max_grad_norm=None,
+            nonfinite="skip",
+            loss_scale=self.job.loss_scale if scale is None else LossScale(init_scale=scale, floor=min(scale, 1.0)),
+        )
+        plan = replace(
+            self.plan,
+            precision=setting.precision,
+            recompute=self.plan.recompute if setting.recomputes else (),
+            optimizer_impl="as-given",
+        )
+        return build.construct(job, plan, self.device)
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        known = dict(model.named_parameters())
+        return torch.optim.SGD([known[name] for name in self._owned if known[name].requires_grad], lr=0.0)
+
+    def _hook(self, engine: Any, trial: Trial, setting: Setting, look: Callable[[nn.Module], Any] | None) -> None:
+        own = engine.hooks
+        moved: list[tuple[str, Tensor, int]] = []
+
+        def look_at_moved() -> None:
+            for path, tensor, version in moved:
+                if tensor._version != version and path not in trial.changed:
+                    trial.changed.append(path)
+            moved.clear()
+
+        def move(micro_batch: Any) -> Any:
+            look_at_moved()
+            found = own.move(micro_batch)
+            if setting.dtype is not None:
+                found = splitting.map_tensors(lambda tensor: _as(tensor, setting.dtype), found)
+            moved.extend((path, tensor, tensor._version) for path, tensor in splitting.named_tensors(found))
+            return found
+
+        def decide(found_inf: Tensor | None, count: Any) -> str | None:
+            reason: str | None = own.decide(None, count)
+            if found_inf is None or reason is not None:
+                return reason
+            look_at_moved()
+            trial.state = None if look is None else look(engine.model)  # the engine takes buffers back afterwards
+            trial.gradients = {
+                name: _on_host(parameter.grad)
+                for name, parameter in engine.model.named_parameters()
+                if parameter.grad is not None and name in self._owned
+            }
+            return COMPARED
+
+        engine.hooks = replace(own, move=move, decide=decide)
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A copy of a module that shares nothing with it.
+
+    Raises:
+        UnsupportedError: It cannot be copied.
+    """
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:  # whatever the user's classes raise
+        if recovery.is_out_of_memory(error):
+            raise
+        raise UnsupportedError(
+            "the model cannot be copied, and running it would change it",
+            got=f"{type(module).__name__}: {type(error).__name__}: {error}",
+            expected="a module that copy.deepcopy copies",
+            hint="keep results of a forward, locks and open files out of the module's attributes",
+        ) from error
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed Python's, numpy's and torch's random states, and put them back as they were."""
+    states = recovery.random_states(device)
+    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+    own = None if module is None else module.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all devices
+    if module is not None:
+        module.manual_seed(seed)
+    try:
+        yield
+    finally:
+        recovery.set_random_states(states, device)
+        if module is not None:
+            module.set_rng_state(own)
+
+
+def losses_of(value: Any) -> Iterable[Tensor]:
+    """The tensors of what a loss function returned."""
+    for one in value if isinstance(value, (list, tuple)) else [value]:
+        tensor = one.total if isinstance(one, Loss) else one
+        if isinstance(tensor, Tensor):
+            yield tensor
+
+
+def raised(error: Exception, doing: str) -> SnugfitError:
+    """The named error for a loss function that raised."""
+    return PlanError(
+        f"the job raised {type(error).__name__} {doing}",
+        got=f"{type(error).__name__}: {str(error).strip() or 'no message'}",
+        expected="a loss for every micro-batch",
+        hint="call job.loss(model, micro_batch) by itself to see where it fails",
+    )
+
+
+def _unwatched(call: torch_private.CheckpointCall) -> Callable[[], None]:
+    return lambda: None
+
+
+def _drawn_outside(before: tuple[Any, Any]) -> set[str]:
+    moved = set() if random.getstate() == before[0] else {"python"}
+    return moved if numpy_state() == before[1] else moved | {"numpy"}
+
+
+def numpy_state() -> tuple[bytes, int]:
+    """Numpy's random state in a form that can be compared."""
+    _, keys, position, *_ = np.random.get_state()
+    return np.asarray(keys).tobytes(), int(position)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _copied(parts: Sequence[Any]) -> Sequence[Any]:
+    try:
+        return copy.deepcopy(parts)
+    except Exception:  # whatever the user's batch holds: then it is used as it is
+        return parts
+
+
+def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _on_host(gradient: Tensor) -> Tensor:
+    gradient = gradient.to_dense() if gradient.layout != torch.strided else gradient
+    gradient = torch.view_as_real(gradient.detach()) if gradient.is_complex() else gradient.detach()
+    return gradient.to("cpu", torch.float64, copy=True)
