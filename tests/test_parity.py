@@ -170,6 +170,7 @@ def test_with_equal_known_counts_the_engine_is_the_plain_loop_bit_for_bit(micro,
     assert max(norms) > 0.05  # clipping was at work
 
 
+@pytest.mark.filterwarnings("ignore:BatchNorm makes:UserWarning")
 def test_batchnorm_under_the_policy_micro_is_the_plain_loop_bit_for_bit():
     ours, theirs = ConvBatchNorm(), ConvBatchNorm()
     theirs.load_state_dict(ours.state_dict())

@@ -36,7 +36,7 @@ SURFACE = {
     "check": "snugfit.training.check",
     "CheckReport": "snugfit.training.check",
     "Hazard": "snugfit.training.check",
-    "diagnose": "snugfit.training.diagnosis",
+    "diagnose": "snugfit.training.diagnose",
     "Diagnosis": "snugfit.training.diagnosis",
     "MemoryReport": "snugfit.memory.reports",
     "trace": "snugfit.memory.tracing",
@@ -51,6 +51,7 @@ MODULES = {
     "precision": "snugfit.training.precision",
     "norms": "snugfit.training.norms",
     "learning_rate": "snugfit.training.learning_rate",
+    "gradient_noise": "snugfit.training.gradient_noise",
 }
 EXTRAS = {"transformers", "diffusers", "accelerate", "lightning", "rich", "typer", "pydantic", "scipy", "plotly"}
 

@@ -388,8 +388,30 @@ def test_sparse_gradients_are_refused_by_name():
         lambda model: torch.optim.SGD(model.parameters(), 0.1),
         lambda n: {"x": torch.zeros(n, 4, dtype=torch.long)},
     )
-    with pytest.raises(snugfit.UnsupportedError, match="'0' makes sparse gradients"):
+    with pytest.raises(snugfit.UnsupportedError, match="sparse_coo") as caught:
         snugfit.estimate(job, snugfit.Plan(batch_size=4, micro_batch_size=4), CARD)
+    assert caught.value.module == "0"
+    assert "sparse gradients" in caught.value.hint
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+def test_a_second_gradient_of_losses_with_counts_of_their_own_is_counted(steps):
+    def loss(model, batch):
+        out = model(batch["x"])
+        return [snugfit.Loss(out.sum(), 3.0), snugfit.Loss(out.square().sum(), len(out))]
+
+    job = snugfit.Job(
+        lambda: torch.nn.Linear(256, 256, bias=False),
+        loss,
+        lambda model: torch.optim.SGD(model.parameters(), 0.1),
+        lambda n: {"x": torch.zeros(n, 256)},
+    )
+    plan = snugfit.Plan(batch_size=2 * steps, micro_batch_size=2)
+    report, measured = snugfit.estimate(job, plan, "cpu"), snugfit.measure(job, plan, "cpu")
+    weight = 256 * 256 * 4
+    assert report.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, abs=16 * 1024)
+    # the weight, a gradient for each denominator, and from the third micro-batch on the one that is added to them
+    assert report.peak_allocated_bytes // weight == 1 + min(steps, 3)
 
 
 def test_a_batch_of_another_size_than_asked_for_is_refused():

@@ -17,9 +17,12 @@ from snugfit.memory.tracing import estimate, trace
 from snugfit.planning.search import PlanReport, plan
 from snugfit.plans import Plan, Segment
 from snugfit.runs import train
-from snugfit.training import checkpointing, precision
+from snugfit.training import checkpointing, gradient_noise, learning_rate, norms, precision
 from snugfit.training.build import build
+from snugfit.training.check import CheckReport, Hazard, check
 from snugfit.training.counting import tokens
+from snugfit.training.diagnose import diagnose
+from snugfit.training.diagnosis import Diagnosis
 from snugfit.training.engine import Engine
 from snugfit.training.recomputation import is_recomputing
 from snugfit.training.splitting import split
@@ -27,8 +30,11 @@ from snugfit.training.windows import StepResult
 
 __all__ = [
     "BatchError",
+    "CheckReport",
     "DeviceMemoryError",
+    "Diagnosis",
     "Engine",
+    "Hazard",
     "InfeasibleError",
     "Job",
     "Loss",
@@ -44,11 +50,16 @@ __all__ = [
     "StepResult",
     "UnsupportedError",
     "build",
+    "check",
     "checkpointing",
     "devices",
+    "diagnose",
     "estimate",
+    "gradient_noise",
     "is_recomputing",
+    "learning_rate",
     "measure",
+    "norms",
     "plan",
     "precision",
     "split",

@@ -150,7 +150,7 @@ class DiagnoseRequest(ProofRequest):
     """A request to find where the first non-finite value comes from."""
 
     window: Annotated[Path | None, typer.Option("--window", help="A window that train saved.")] = None
-    steps: Annotated[int, typer.Option("--steps", help="Updates to run until one goes wrong.")] = 20
+    steps: Annotated[int, typer.Option("--steps", help="Windows to look at.")] = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,15 +19,18 @@ import typer
 from rich.console import Console
 
 from snugfit import __version__, capped, hardware, runs, sizes, tables
-from snugfit.arguments import FileRequest, Output, PlannedRequest, TrainRequest
+from snugfit.arguments import DiagnoseRequest, FileRequest, Output, PlannedRequest, ProofRequest, TrainRequest
 from snugfit.errors import DeviceMemoryError, InfeasibleError, NonFiniteError, PlanError, SnugfitError
 from snugfit.jobs import Job
 from snugfit.memory import measuring, tracing
 from snugfit.memory.reports import MemoryReport
 from snugfit.plans import Plan, write_atomically
 from snugfit.targets import load_target, prints_on_stderr, users_line
+from snugfit.training import check as checking
+from snugfit.training import diagnose as diagnosing
 
 DONE, DOES_NOT_FIT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+CHECK_FAILED = DOES_NOT_FIT
 _LONGEST_GOT = 1000
 
 app = typer.Typer(
@@ -131,6 +134,30 @@ def train(request: TrainRequest) -> int:
         expected="at least one update",
         hint=f"snugfit diagnose {request.target} says where the first non-finite value comes from",
     )
+
+
+@_command(ProofRequest)
+def check(request: ProofRequest) -> int:
+    """Prove on the job that the split is exact and recomputation changes nothing; list what is dangerous."""
+    with prints_on_stderr():
+        job = load_target(request.target, **request.options())
+        described = request.planned(job)
+        report = checking.check(job, described, request.device)
+    document = {"plan": described.to_dict(), **report.to_dict()}
+    _give(request, document, lambda out: tables.check(out, described, report))
+    return DONE if report.ok else CHECK_FAILED
+
+
+@_command(DiagnoseRequest)
+def diagnose(request: DiagnoseRequest) -> int:
+    """Find the module and the operation that made the first value that is not finite."""
+    with prints_on_stderr():
+        job = load_target(request.target, **request.options())
+        described = request.planned(job)
+        found = diagnosing.diagnose(job, described, request.device, steps=request.steps, window=request.window)
+    document = {"plan": described.to_dict(), **found.to_dict()}
+    _give(request, document, lambda out: tables.diagnosis(out, described, found))
+    return DONE if found.is_finite else CHECK_FAILED
 
 
 @_command(Output)

@@ -45,7 +45,11 @@ class UnsupportedError(SnugfitError):
 
 
 class NonFiniteError(SnugfitError):
-    """A loss or gradient is not finite and the job asked not to go on."""
+    """A loss or gradient is not finite and the job asked not to go on.
+
+    ``.diagnosis`` is what was found out about the window, ``.window`` what can be run again, ``.parameters`` names
+    parameters whose gradient is not finite; ``.diagnosis`` is None where finding out failed, which the message says.
+    """
 
 
 class DeviceMemoryError(SnugfitError, RuntimeError):

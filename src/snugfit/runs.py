@@ -27,7 +27,7 @@ from snugfit.jobs import Job
 from snugfit.memory.measuring import memory_errors_named
 from snugfit.memory.random_states import random_states
 from snugfit.plans import Plan, write_atomically
-from snugfit.training import build, example, splitting
+from snugfit.training import build, example, saved_window, splitting
 
 METRICS, REPORT, PLAN = "metrics.jsonl", "report.json", "plan.json"
 
@@ -87,6 +87,7 @@ def train(
         UnsupportedError: ``resume=True``.
         PlanError: ``steps`` below 1, or the job contradicts the plan.
         BatchError: ``job.data()`` has no batch.
+        NonFiniteError: See ``Job.nonfinite``; the window is then saved in the folder, for ``diagnose``.
         DeviceMemoryError: Out of memory; the folder then has no report.
     """
     if resume:
@@ -103,7 +104,7 @@ def train(
     target = build.present(device)
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (REPORT, METRICS):
+    for name in (REPORT, METRICS, saved_window.FILE):
         (folder / name).unlink(missing_ok=True)
     plan.save(folder / PLAN)
     if target.kind == "cpu":
@@ -125,7 +126,11 @@ def train(
                 if step == 0 and job.split is None:
                     _check_size(batch, plan)
                 before, samples_before = time.perf_counter(), engine.sample_count
-                result = engine.step(batch) if recover else engine.run(*engine.prepare(batch, plan.micro_batch_size))
+                with saved_window.kept_beside(folder):
+                    if recover:
+                        result = engine.step(batch)
+                    else:
+                        result = engine.run_diagnosed(*engine.prepare(batch, plan.micro_batch_size))
                 losses.append(_finite(result.loss))
                 skipped += result.skipped
                 line = {

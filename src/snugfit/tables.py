@@ -1,7 +1,8 @@
 """Tables for people: reports, ladders and the catalogue as text on a terminal.
 
-Entry points: ``memory``, ``ladder``, ``reasons``, ``devices`` and ``run``, each of which prints to a console, and the
-JSON documents that stand for them. Numbers are computed elsewhere; this file only chooses columns, units and words.
+Entry points: ``memory``, ``ladder``, ``reasons``, ``check``, ``diagnosis``, ``devices`` and ``run``, each of which
+prints to a console, and the JSON documents that stand for them. Numbers are computed elsewhere; this file only
+chooses columns, units and words.
 """
 
 import sys
@@ -17,6 +18,8 @@ from snugfit.hardware import Device
 from snugfit.memory.reports import MemoryReport
 from snugfit.planning.search import PlanReport
 from snugfit.plans import Plan
+from snugfit.training.check import CheckReport
+from snugfit.training.diagnosis import Diagnosis
 
 _TOP_HOLDERS = 8
 _WIDTH_OF_FILES = 120
@@ -156,6 +159,41 @@ def run(out: Console, report: Mapping[str, Any]) -> None:
         out.print(f"predicted   {sizes.text(predicted)} for its tensors (measure them alone: snugfit measure)")
     for sentence in report["notes"]:
         out.print(f"note: {sentence}")
+
+
+def check(out: Console, plan: Plan, report: CheckReport) -> None:
+    """Print what was compared, the modules that differ, the hazards, and the verdict."""
+    out.print(f"plan: {plan_line(plan)}\n")
+    table = _table(("compared", "left"), ("relative error", "right"), ("tolerance", "right"), ("because", "left"))
+    split, same = report.gradient_tolerance, report.recompute_tolerance
+    for name, error, tolerance, reason in (
+        ("gradient: full batch, split", report.gradient_error, split, report.gradient_tolerance_reason),
+        ("loss: full batch, split", report.loss_error, split, ""),
+        ("gradient: plain, recomputed", report.recompute_error, same, report.recompute_tolerance_reason),
+        ("gradient: one run, another", report.repeat_error, same, ""),
+    ):
+        table.add_row(name, f"{error:.1e}", f"{tolerance:.0e}", reason)
+    out.print(table)
+    differing = [(name, error) for name, error in report.by_module.items() if not error <= split]
+    if differing:
+        out.print()
+        table = _table(("module, worst first", "left"), ("relative error", "right"))
+        for name, error in differing[:_TOP_HOLDERS]:
+            table.add_row(name or "(the model itself)", f"{error:.1e}")
+        out.print(table)
+    for hazard in report.hazards:
+        out.print(f"\nhazard: {hazard.kind}{f' in {hazard.module}' if hazard.module else ''}\n  {hazard.message}")
+    out.print()
+    for sentence in report.assumptions:
+        out.print(f"assumed: {sentence}")
+    out.print(f"{report.num_forwards} forwards\n\n{'passed' if report.ok else 'failed'}")
+
+
+def diagnosis(out: Console, plan: Plan, found: Diagnosis) -> None:
+    """Print what was found out about a window."""
+    out.print(f"plan: {plan_line(plan)}")
+    out.print("every value is finite" if found.is_finite else "a value is not finite")
+    out.print(str(found))
 
 
 def plan_document(report: PlanReport, budget_bytes: int) -> dict[str, Any]:

@@ -160,11 +160,13 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
     with random_states(job.seed):
         batch = example.example_batch(job, traced_samples)
         micro_batches, counts = build.prepare(job, batch, size)
-    assumptions = []
+    assumptions: list[str] = []
+    are_others_like = False
     if windows is None:
         shown = _representative(len(micro_batches), plan)
         windows = [shown[:_FULL_MICRO_BATCHES], shown]
-        if len(shown) < plan.accumulation_steps:
+        are_others_like = len(shown) < plan.accumulation_steps
+        if are_others_like:
             assumptions.append(
                 f"of {plan.accumulation_steps} micro-batches {len(shown)} are traced; the others repeat the second one"
             )
@@ -185,6 +187,8 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
 
         def step() -> object:
             shown = next(steps)
+            if are_others_like and engine.num_denominators > 1:  # the last one holds less than those before it
+                shown = [*shown[:_FULL_MICRO_BATCHES], 1, *shown[_FULL_MICRO_BATCHES:]]
             return engine.run([fakes[i] for i in shown], [counts[i] for i in shown])
 
         return step
@@ -217,6 +221,7 @@ def record(
         stack.enter_context(recorder.recording_on())
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # torch's own, of ours
+        warnings.filterwarnings("ignore", message="BatchNorm makes")  # of numbers, which a trace does not have
         if cuda:
             stack.enter_context(cuda_functions_without_a_card())
         stack.enter_context(Placement(recorder))

@@ -11,10 +11,9 @@ from torch import nn
 
 from snugfit.errors import PlanError, UnsupportedError
 from snugfit.plans import Plan
-from snugfit.training import precision
+from snugfit.training import closures, gradients, precision, updates
 
 _NOT_YET = {
-    "norm_policy": ("micro", "leave norm_policy at 'micro' and call snugfit.norms yourself, or freeze the statistics"),
     "shard": ("none", "pass a model that is wrapped in DDP to snugfit.Engine"),
     "loss_chunks": (1, "leave loss_chunks at 1"),
 }
@@ -36,9 +35,13 @@ def check(
     check_parameters(model)
     if plan is not None:
         check_plan(plan)
-    precision.autocast(precision_name, "cpu")
+    precision.check_name(precision_name)
     _check_optimizers(model, optimizers)
+    closures.check(optimizers, precision_name)
     _check_model(model)
+    gradients.check_sparse_modules(model, optimizers)
+    if precision_name == "bf16-true":
+        _check_bf16(model, optimizers)
     if precision_name == "16-mixed":
         precision.refuse_half_weights(model)
         if nonfinite == "ignore":
@@ -71,7 +74,6 @@ def check_plan(plan: Plan) -> None:
     Raises:
         UnsupportedError: Names the field.
     """
-    precision.autocast(plan.precision, "cpu")
     for name, (supported, hint) in _NOT_YET.items():
         value = getattr(plan, name)
         if value != supported:
@@ -99,7 +101,7 @@ def size_and_precision(plan: Plan | None, micro_batch_size: int | None, name: st
         )
     if plan is None:
         return micro_batch_size, name
-    given = {"micro_batch_size": micro_batch_size, "precision": None if name == "32-true" else name}
+    given = {"micro_batch_size": micro_batch_size, "precision": None if name in ("32-true", "auto") else name}
     for field, value in given.items():
         if value is not None and value != getattr(plan, field):
             raise PlanError(
@@ -121,6 +123,37 @@ def warn_of_lone_ranks(is_wrapped: bool, world_size: int) -> None:
         )
 
 
+def precision_on_its_device(name: str, model: nn.Module) -> tuple[str, str]:
+    """The precision that a model is trained in where it lies, ``"auto"`` resolved, and the reason.
+
+    Raises:
+        PlanError: An unknown precision, or one that the device does not have.
+    """
+    check_parameters(model)
+    device = next(model.parameters()).device
+    found, reason = precision.resolve(name, device)
+    precision.warn_of_emulation(found, device)
+    return found, reason
+
+
+def _check_bf16(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    bare = [type(optimizer).__name__ for optimizer in optimizers if not updates.of(optimizer).is_attached]
+    if bare:
+        raise UnsupportedError(
+            "bf16-true replaces parameters, and an optimizer that was made before would update nothing of them",
+            got=f"precision='bf16-true' and a given optimizer: {', '.join(bare)}",
+            expected="an engine that makes model and optimizer in this order",
+            hint="use snugfit.build(job, plan), or precision='bf16-mixed'",
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UnsupportedError(
+            "DDP reduces gradients in the type of their weights, which loses what bf16-true keeps in fp32",
+            got="precision='bf16-true' and a model in DDP",
+            expected="one process",
+            hint="use precision='bf16-mixed'",
+        )
+
+
 def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     ours = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
@@ -132,14 +165,7 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
                 expected="a torch.optim.Optimizer",
                 hint="pass torch.optim.AdamW(model.parameters())",
             )
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UnsupportedError(
-                "LBFGS evaluates the loss several times in one update, which is not supported yet",
-                got=name,
-                expected="an optimizer whose step() takes no closure",
-                hint="use torch.optim.AdamW",
-            )
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = updates.of(optimizer).parameters
         if parameters and not any(id(parameter) in ours for parameter in parameters):
             raise PlanError(
                 "an optimizer holds no parameter of the model",
@@ -164,15 +190,6 @@ def _check_model(model: nn.Module) -> None:
             expected="a plain module, or one in DDP",
             hint="wrap the model in DistributedDataParallel instead",
         )
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
-            raise UnsupportedError(
-                f"the module {name!r} makes sparse gradients, which cannot be clipped or averaged yet",
-                got=f"{type(module).__name__}(sparse=True)",
-                expected="dense gradients",
-                hint="build it with sparse=False",
-                module=name,
-            )
     for name, parameter in model.named_parameters():
         updates = getattr(parameter, "_in_backward_optimizers", None)
         if updates or getattr(parameter, "_post_accumulate_grad_hooks", None):

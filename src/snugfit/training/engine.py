@@ -6,31 +6,37 @@ arithmetic of a window is ``step``'s. Making model and optimizer in the right or
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from snugfit.errors import PlanError
+from snugfit.errors import NonFiniteError, PlanError
 from snugfit.jobs import UNSAID, Count, LossScale, check_callable, check_training_options
 from snugfit.plans import Plan
 from snugfit.training import (
     admission,
+    bf16_weights,
     checkpointing,
+    closures,
     counting,
     distributed,
     fingerprint,
+    norm_policy,
     precision,
     recovery,
     schedules,
     splitting,
+    weighting,
     windows,
 )
 from snugfit.training import nonfinite as nonfinite_policy
-from snugfit.training.precision import Scaler
+from snugfit.training.precision import scaler as scaler_of
+from snugfit.training.rerun import Suspect
 from snugfit.training.state import Parts, Progress, collect, load
-from snugfit.training.step import Hooks, Outcome, Window, run_window
-from snugfit.training.weighting import Number, power_of_two
+from snugfit.training.step import Hooks, Observer, Outcome, Window, run_window
+from snugfit.training.weighting import Number
 from snugfit.training.windows import HandWindow, MicroBatches, StepResult
 
 
@@ -44,7 +50,8 @@ class Engine:
         loss: ``(model, micro_batch)`` to a scalar mean over the counted units, a ``Loss``, or several of them.
         count: What the loss is a mean over, see ``Job``.
         micro_batch_size: Samples of one forward and backward; None: the plan's, or the whole batch.
-        precision: ``"32-true" "16-mixed" "bf16-mixed"``; the plan's if there is one.
+        precision: ``"32-true" "16-mixed" "bf16-mixed"``, or ``"auto"``: what the model's device is good at, with the
+            reason in ``precision_reason``. The plan's if there is one.
         scheduler: The scheduler, or several; stepped once per update.
         max_grad_norm: Limit of the gradient's norm.
         loss_scale: The fp16 loss scale; None means ``LossScale()``.
@@ -84,7 +91,9 @@ class Engine:
         self.model, self.plan = model, plan
         self.optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
         self.schedulers = schedules.accepted(scheduler)
-        size, self.precision = admission.size_and_precision(plan, micro_batch_size, precision)
+        size, asked = admission.size_and_precision(plan, micro_batch_size, precision)
+        self.precision, self.precision_reason = admission.precision_on_its_device(asked, model)
+        weighting.check_function(loss)
         admission.check(model, self.optimizers, plan, self.precision, nonfinite)
         if plan is not None:
             fingerprint.check(plan, model)
@@ -92,17 +101,21 @@ class Engine:
         self._loss, self._count, self._split = loss, count, split
         self._max_grad_norm = max_grad_norm
         self._max_skipped_windows = max_skipped_windows
-        self._scaler = Scaler(loss_scale or LossScale()) if self.precision == "16-mixed" else None
+        self._scaler = scaler_of(self.precision, loss_scale)
         self._positions = schedules.Positions()
+        self.observer: Observer | None = None
         self._in_window = self._is_count_settled = self._is_count_doubtful = False
         self._device = next(model.parameters()).device
         self._wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
         self._ranks = distributed.world_size() if self._wrapped else 1
         admission.warn_of_lone_ranks(self._wrapped, distributed.world_size())
         self._snapshots = recovery.Snapshots(model, self._device)
+        self._norms = norm_policy.apply(model, "micro" if plan is None else plan.norm_policy)
+        closes = any(map(closures.needed, self.optimizers))
+        self._run_window = partial(closures.run_window, restart=self._norms.discard) if closes else run_window
         self._recompute = checkpointing.apply(model, plan.recompute) if plan is not None and plan.recompute else None
         self.hooks = Hooks(
-            decide=nonfinite_policy.decider(nonfinite),
+            decide=nonfinite_policy.decider(nonfinite, self._bad_gradients),
             reduce_counts=self._reduce if self._ranks > 1 else list,
             synchronises=_always if plan is not None and plan.sync == "micro" else _in_the_last,
             snapshot=self._snapshots.take,
@@ -124,6 +137,11 @@ class Engine:
     def sample_count(self) -> int:
         """Samples of this rank that went into updates."""
         return self._progress.samples
+
+    @property
+    def num_denominators(self) -> int:
+        """Losses with counts of their own, of the windows so far."""
+        return len(self._progress.reference or ())
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -152,7 +170,7 @@ class Engine:
 
     def step_window(self, micro_batches: Iterable[Any]) -> StepResult:
         """Make one update from a list of micro-batches; out-of-memory errors are treated as in ``step``."""
-        given = list(micro_batches)
+        given = windows.listed(micro_batches)
         dropped = micro_batches.num_dropped if isinstance(micro_batches, MicroBatches) else 0
         parts, counts = given, self._counts_of(given)
         size = None
@@ -184,22 +202,28 @@ class Engine:
             num_dropped: Passed through to the result.
         """
         rates = self._rates()
-        with self._opened():
-            outcome = run_window(micro_batches, counts, loss=self._loss, **self._settings())
+        with self._opened(len(micro_batches)):
+            outcome = self._run_window(micro_batches, counts, loss=self._loss, **self._settings())
             return self._finish(outcome, rates, windows.samples_of(micro_batches), num_dropped)
 
     def windows(
-        self, loader: Iterable[Any], accumulation_steps: int | None = None, tail: str = "flush"
+        self, loader: Iterable[Any], accumulation_steps: int | None = None, tail: str = "flush", uneven: str = "use"
     ) -> Iterator[MicroBatches]:
         """Group a loader of micro-batches into windows for ``step_window``.
+
+        That makes ``ceil(len(loader) / accumulation_steps)`` updates per epoch, with ``tail="drop"`` the floor: the
+        horizon of a schedule. Errors of the loader pass through.
 
         Args:
             loader: Read no further than the window at hand needs.
             accumulation_steps: Micro-batches of a window; None: the plan's.
             tail: ``"flush"`` makes a short window of what is left at the end, ``"drop"`` leaves it out.
+            uneven: On several ranks, when one rank's loader ends first: ``"use"`` what is left on the others, which
+                is refused for now where it happens, or ``"cut"`` it off on all ranks.
 
         Raises:
-            PlanError: Neither a plan nor ``accumulation_steps``, or an unknown ``tail``.
+            PlanError: Neither a plan nor ``accumulation_steps``, or an unknown ``tail`` or ``uneven``.
+            UnsupportedError: Ranks have another number of windows, on all ranks when they find out.
         """
         if accumulation_steps is None:
             if self.plan is None:
@@ -210,7 +234,7 @@ class Engine:
                     hint="pass accumulation_steps=4",
                 )
             accumulation_steps = self.plan.accumulation_steps
-        return windows.grouped(loader, accumulation_steps, tail)
+        return windows.grouped(loader, accumulation_steps, tail, uneven, self.hooks.reduce_counts, self._ranks)
 
     @contextmanager
     def window(self, batch_or_micro_batches: Any) -> Iterator[HandWindow]:
@@ -223,6 +247,7 @@ class Engine:
             PlanError: The loop over the micro-batches was left early.
             DeviceMemoryError: The device ran out of memory; nothing is retried here.
         """
+        closures.refuse_by_hand(self.optimizers)
         if isinstance(batch_or_micro_batches, list):
             micro_batches = MicroBatches(batch_or_micro_batches)
             counts = self._counts_of(micro_batches)
@@ -233,8 +258,12 @@ class Engine:
         def finish(outcome: Outcome) -> StepResult:
             return self._finish(outcome, rates, samples, 0)
 
-        with self._opened(), HandWindow(Window(counts, **self._settings()), micro_batches, finish) as window:
-            yield window
+        driven = HandWindow(Window(counts, **self._settings()), micro_batches, finish)
+        try:
+            with self._opened(len(micro_batches)), driven as window:
+                yield window
+        except NonFiniteError as error:
+            raise nonfinite_policy.explained_by_hand(error) from error
 
     @contextmanager
     def evaluating(self) -> Iterator[nn.Module]:
@@ -283,6 +312,9 @@ class Engine:
         if self._recompute is not None:
             self._recompute.remove()
             self._recompute = None
+        self._norms.remove()
+        if self.precision == "bf16-true":
+            bf16_weights.release(self.model)
         return checkpointing.unwrapped(self.model)
 
     def _attempt(
@@ -294,7 +326,7 @@ class Engine:
         """
         snapshot = self.hooks.snapshot()
         try:
-            result = self.run(micro_batches, counts, num_dropped)
+            result = self.run_diagnosed(micro_batches, counts, num_dropped, snapshot)
         except Exception as error:
             if not recovery.is_out_of_memory(error):
                 raise
@@ -305,6 +337,54 @@ class Engine:
             return result, ""
         self.hooks.restore(snapshot)
         return None, failure
+
+    def run_diagnosed(
+        self,
+        micro_batches: Sequence[Any],
+        counts: Sequence[float | None],
+        num_dropped: int = 0,
+        snapshot: Any = None,
+    ) -> StepResult:
+        """Run one window as ``run`` does; a ``NonFiniteError`` comes with the diagnosis of that window.
+
+        Args:
+            micro_batches: On the host.
+            counts: Count of each.
+            num_dropped: Passed through to the result.
+            snapshot: Of ``hooks.snapshot()``, if it was taken.
+        """
+        snapshot = self.hooks.snapshot() if snapshot is None else snapshot
+        suspect = self.suspect(micro_batches, counts, snapshot)
+        try:
+            return self.run(micro_batches, counts, num_dropped)
+        except NonFiniteError as error:
+            failed = error.with_traceback(None)  # its frames hold gradients
+        raise nonfinite_policy.explained(failed, suspect) from failed
+
+    def suspect(self, micro_batches: Sequence[Any], counts: Sequence[float | None], snapshot: Any) -> Suspect:
+        """A window before it runs, so that it can be diagnosed if it goes wrong.
+
+        Args:
+            micro_batches: On the host.
+            counts: Count of each.
+            snapshot: Of ``hooks.snapshot()``, at the window's beginning.
+        """
+        return Suspect(
+            micro_batches=micro_batches,
+            counts=counts,
+            loss=self._loss,
+            model=checkpointing.unwrapped(self.model),
+            settings=self._settings(),
+            precision=self.precision,
+            device=self._device,
+            opened=lambda: self._opened(len(micro_batches)),
+            restore=lambda: self.hooks.restore(snapshot),
+            rank=distributed.rank(),
+            step=self.step_count,
+        )
+
+    def _bad_gradients(self) -> tuple[str, ...]:
+        return nonfinite_policy.bad_gradients(checkpointing.unwrapped(self.model))
 
     def _settle_count(self, batch: Any) -> None:
         """Decide at the first batch what is counted, where nobody said it."""
@@ -329,22 +409,23 @@ class Engine:
             "loss_scale": None if self._scaler is None else self._scaler.scale,
             "max_grad_norm": self._max_grad_norm,
             "reference": self._progress.reference,
+            "observer": self.observer,
         }
 
     def _finish(self, outcome: Outcome, rates: tuple[Any, ...], samples: int, num_dropped: int) -> StepResult:
         """Move schedulers, scale and counters for a window that is over."""
         scale = None if self._scaler is None else self._scaler.scale
         overflowed = outcome.reason == "non-finite gradient"
-        if self._is_count_doubtful and outcome.reported_count is None:
+        if self._is_count_doubtful and outcome.reported_counts is None:
             counting.warn_of_ignored_labels()
         self._is_count_doubtful = False
-        if outcome.reported_count is not None:
-            self._progress.reference = power_of_two(outcome.reported_count)
+        self._progress.reference = weighting.references(outcome.reported_counts, self._progress.reference)
         if outcome.reason is None:
             self._progress.steps += 1
             self._progress.micro_steps += outcome.num_micro_batches
             self._progress.samples += samples
             self._progress.skipped_in_a_row = 0
+            self._norms.update()
             for scheduler in self.schedulers:
                 scheduler.step()
             self._positions.note(self.schedulers)
@@ -353,7 +434,9 @@ class Engine:
         if overflowed:
             self._progress.skipped_in_a_row += 1
             if self._progress.skipped_in_a_row >= self._max_skipped_windows:
-                raise nonfinite_policy.too_many_skipped(self._progress.skipped_in_a_row, self.step_count, scale)
+                raise nonfinite_policy.too_many_skipped(
+                    self._progress.skipped_in_a_row, self.step_count, scale, self._bad_gradients()
+                )
         return StepResult(
             step=self.step_count,
             loss=outcome.loss,
@@ -369,15 +452,23 @@ class Engine:
         )
 
     @contextmanager
-    def _opened(self) -> Iterator[None]:
-        """Note that a window is open, so that nothing is saved or begun inside of it."""
+    def _opened(self, num_micro_batches: int) -> Iterator[None]:
+        """Note that a window is open, so that nothing is saved or begun inside of it.
+
+        If it makes no update, for whatever reason, buffers end as they were before it.
+        """
+        buffers, steps = self._snapshots.buffers(), self.step_count
         self._refuse_inside("another window")
         self._positions.check(self.schedulers)
+        self._norms.begin(num_micro_batches)
         self._in_window = True
         try:
             yield
         finally:
             self._in_window = False
+            if self.step_count == steps:
+                self._norms.discard()
+                self._snapshots.restore_buffers(buffers)
 
     def _refuse_inside(self, what: str) -> None:
         if self._in_window:

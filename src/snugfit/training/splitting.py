@@ -106,6 +106,11 @@ def move(batch: Any, device: torch.device) -> Any:
     return batch if children is None else _rebuild(batch, [move(child, device) for _, child in children])
 
 
+def bare(micro_batch: Any) -> Any:
+    """A micro-batch as the loss function sees it: what is ``Shared`` without its wrapper."""
+    return map_tensors(lambda tensor: tensor, micro_batch)
+
+
 def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
     """A batch of the same structure with each tensor replaced by what a function makes of it."""
     if isinstance(batch, Tensor):
@@ -114,6 +119,17 @@ def map_tensors(function: Callable[[Tensor], Any], batch: Any) -> Any:
         return map_tensors(function, batch.value)
     children = _children(batch, "")
     return batch if children is None else _rebuild(batch, [map_tensors(function, child) for _, child in children])
+
+
+def named_tensors(batch: Any, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a micro-batch and where it is, what is ``Shared`` included."""
+    if isinstance(batch, Tensor):
+        yield path, batch
+    elif isinstance(batch, Shared):
+        yield from named_tensors(batch.value, path)
+    else:
+        for child_path, child in _children(batch, path) or ():
+            yield from named_tensors(child, child_path)
 
 
 def _cut(value: Any, size: int, chosen: slice | list[int], path: str) -> Any:

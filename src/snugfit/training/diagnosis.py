@@ -1,0 +1,181 @@
+"""What is found out about one window that went wrong.
+
+Entry points: ``Diagnosis`` and ``of_window``. The window is run again a few times: once under ``probes``, then with
+what might help it. Finding such a window in a job is ``diagnose``'s.
+"""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from snugfit.errors import UnsupportedError
+from snugfit.training import distributed, ranges, remedies, rerun
+from snugfit.training.probes import Origin, Watch
+from snugfit.training.ranges import HeadRoom, Underflow
+from snugfit.training.remedies import Tried
+from snugfit.training.rerun import Suspect
+
+FINITE = "none"
+_MAX_ROWS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Where the first value that is not finite came from, and what helps.
+
+    A window in which everything is finite has the cause ``"none"``, no module and no operation.
+    """
+
+    module: str = ""
+    'Fully qualified name of the module; ``""`` for the loss function, the data, or nothing.'
+    op: str = ""
+    "The operation, as ``exp`` or ``ExpBackward0``."
+    phase: str = ""
+    '``"forward" "backward" "loss scale"``, or ``""`` where all is finite.'
+    micro_batch: int | None = None
+    "Its place in the window."
+    rank: int = 0
+    cause: str = FINITE
+    remedy: str = "nothing to do"
+    "The cheapest that was found to work, else what to look at; with code."
+    step: int = 0
+    "Updates done before the window."
+    precision: str = "32-true"
+    loss_scale: float | None = None
+    "Of the window; None without fp16."
+    finite_loss_scale: float | None = None
+    "The largest power of two at which the window is finite, where the scale alone was too high."
+    tried: tuple[Tried, ...] = ()
+    "What the window was run again with, in order."
+    head_room: tuple[HeadRoom, ...] = ()
+    "Of every exponential and softmax up to the failing micro-batch's end, nearest to its limit first."
+    underflow: tuple[Underflow, ...] = ()
+    "By module, worst first, of the window's gradients in full precision."
+    underflow_fraction: float | None = None
+    """Share of all gradient values other than 0 that fp16 loses at the loss scale (without fp16: that bf16 loses);
+    None where there is no finite gradient."""
+    parameters: tuple[str, ...] = ()
+    "Names of those whose gradient was not finite."
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether nothing was found."""
+        return self.cause == FINITE
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as built-in values; what is not finite is written as None, which JSON has."""
+        return {name: _plain(value) for name, value in asdict(self).items()}
+
+    def __str__(self) -> str:
+        lines = [] if self.is_finite else [f"first value that is not finite: {self._place()}"]
+        lines += [f"  cause:     {self.cause}", f"  remedy:    {self.remedy}"]
+        lines += [f"  tried:     {one.remedy}: {one.outcome}" for one in self.tried]
+        for room in self.head_room[:_MAX_ROWS]:
+            masked = f", {room.num_masked_rows} rows masked whole" if room.num_masked_rows else ""
+            lines.append(
+                f"  head-room: {room.op} in {room.module or 'the loss function'}: largest input {room.largest:.4g} of "
+                f"{room.limit:.4g} ({room.dtype}){masked}"
+            )
+        if self.underflow_fraction is not None:
+            kind = "bf16" if self.loss_scale is None else f"fp16 at loss scale {self.loss_scale:g}"
+            lines.append(f"  underflow: {self.underflow_fraction:.2%} of the gradient is too small for {kind}")
+        return "\n".join(lines)
+
+    def _place(self) -> str:
+        where = f", module {self.module!r}" if self.module else ""
+        which = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
+        return f"{self.op or 'not known'} in {self.phase}{where}{which}, rank {self.rank}"
+
+
+def of_window(suspect: Suspect) -> Diagnosis:
+    """Run a window again under watch and find out what made it not finite.
+
+    Model, optimizer state, buffers and random states are bit-equal afterwards; gradients are released. Waits for the
+    device at every operation. Ranks do not wait for each other, so a loss function may not make them either.
+
+    Raises:
+        UnsupportedError: SyncBatchNorm on several ranks, whose forward waits for all of them.
+    """
+    _refuse_waiting(suspect)
+    with rerun.kept(suspect) as beginning:
+        probed = remedies.probed(suspect, beginning, suspect.loss_scale, suspect.precision)
+        facts: dict[str, Any] = {
+            "rank": suspect.rank,
+            "step": suspect.step,
+            "precision": suspect.precision,
+            "loss_scale": suspect.loss_scale,
+            "head_room": probed.watch.head_room,
+            "parameters": probed.watch.bad_parameters,
+            **_underflow(suspect, beginning),
+        }
+        if probed.is_finite:
+            return Diagnosis(**facts)
+        origin = probed.watch.found or _of_norm(probed.watch)
+        found = remedies.find(suspect, beginning, origin)
+    first = found.origin
+    return Diagnosis(
+        module=first.module,
+        op=first.op,
+        phase=found.phase,
+        micro_batch=first.micro_batch,
+        cause=found.cause,
+        remedy=found.remedy,
+        tried=found.tried,
+        finite_loss_scale=found.finite_loss_scale,
+        **facts,
+    )
+
+
+def _refuse_waiting(suspect: Suspect) -> None:
+    """Refuse what would hang, for each rank runs its window as often as it needs."""
+    names = [name for name, module in suspect.model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if names and distributed.world_size() > 1:
+        raise UnsupportedError(
+            "a window with SyncBatchNorm cannot be run again by one rank alone",
+            got=f"{', '.join(names)}, {distributed.world_size()} ranks",
+            expected="layers that do not wait for other ranks, or one process",
+            hint="run snugfit.diagnose(job, plan) in one process",
+            module=names[0],
+        )
+
+
+def _of_norm(watch: Watch) -> Origin:
+    names = ", ".join(watch.bad_parameters)
+    if names:
+        cause = f"averaging the gradients over the window made them not finite: {names}"
+    else:
+        cause = "the norm over all gradients is not finite, though each of them is: their squares leave float32"
+    return Origin("norm", "", "gradient norm", "backward", None, cause)
+
+
+def _underflow(suspect: Suspect, beginning: Any) -> dict[str, Any]:
+    """Gradients of the window in full precision, against the ends of the half-precision types."""
+    rows: list[tuple[Underflow, ...]] = []
+    scale = suspect.loss_scale or 1.0
+
+    def look() -> None:
+        rows.append(ranges.underflow(suspect.model, scale))
+
+    name = "32-true" if suspect.precision in ("16-mixed", "bf16-mixed") else suspect.precision
+    try:
+        rerun.run(suspect, beginning, loss_scale=None, precision_name=name, look=look)
+    except Exception:  # a model that does not run without autocast has no numbers here
+        return {}
+    if not rows or not rows[0]:
+        return {}
+    total = sum(row.num_values for row in rows[0])
+    is_fp16 = suspect.loss_scale is not None
+    lost = sum((row.fp16_fraction if is_fp16 else row.bf16_fraction) * row.num_values for row in rows[0])
+    return {"underflow": rows[0], "underflow_fraction": lost / total}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value
