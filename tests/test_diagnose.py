@@ -459,7 +459,7 @@ def test_an_integer_batch_and_attention_run_under_watch():
 def stepped(engine, batch, size):
     """The suspect of a window of an engine that has stepped before."""
     parts, counts = engine.prepare(batch, size)
-    return engine.suspect(parts, counts, engine.hooks.snapshot())
+    return engine.runner.suspect(parts, counts, engine.runner.hooks.snapshot())
 
 
 class Noisy(nn.Module):
@@ -886,6 +886,24 @@ def test_an_fp32_island_alone_is_enough_where_nothing_follows():
     found = found_in(model, plan=plan_of(4, precision="16-mixed"))
     assert found.module == "0"
     assert 'keep "0" in fp32' in found.remedy
+
+
+def test_an_island_that_cannot_be_made_is_noted_and_does_not_end_the_diagnosis():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4, bias=False).half().requires_grad_(False)
+            self.head = nn.Linear(4, 4)
+            with torch.no_grad():
+                self.inner.weight.fill_(60000.0)
+
+        def forward(self, x):
+            return self.head(self.inner(x))
+
+    found = found_in(Half(), plan=plan_of(4, precision="16-mixed"))
+    assert (found.module, found.op) == ("inner", "linear")
+    outcomes = {one.remedy: one.outcome for one in found.tried}
+    assert outcomes["fp32 for inner"].startswith("failed: modules that are to run in fp32 have weights of half")
 
 
 def test_where_no_precision_helps_the_operation_gets_its_own_advice():

@@ -194,7 +194,7 @@ def test_ranks_that_drifted_apart_are_told_which_weights_differ(ranks):
 def c022(rank):
     engine, _ = engine_of(Weight())
     optimizer = engine.optimizers[0]
-    engine.schedulers = (LambdaLR(optimizer, lambda step: 1 - step / 4),)
+    engine.runner.schedulers = (LambdaLR(optimizer, lambda step: 1 - step / 4),)
     rates = [engine.step_window(window).lr[0] for window in engine.windows([torch.ones(1)] * 8, 2)]
     return [*rates, optimizer.param_groups[0]["lr"]]
 

@@ -123,7 +123,7 @@ def test_windows_that_say_nothing_leave_the_last_value():
     snugfit.gradient_noise.track(engine)
 
     def value(*numbers, loss=None):
-        engine._loss = loss or mean_product
+        engine.runner.loss = loss or mean_product
         return float(engine.step_window([torch.tensor([float(x)]) for x in numbers]).metrics[METRIC])
 
     assert math.isnan(value(1))

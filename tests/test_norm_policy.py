@@ -229,7 +229,7 @@ def run_window(engine, batch, how):
     if how == "step_window":
         return engine.step_window(list(batch.split(2)))
     if how == "run":
-        return engine.run(*engine.prepare(batch, 2))
+        return engine.runner.run(*engine.prepare(batch, 2))
     with engine.window(batch) as window:
         for part in window:
             window.backward(square(engine.model, part))
@@ -362,7 +362,7 @@ def test_a_buffer_that_only_a_window_without_update_changes_is_warned_of_by_name
 def test_a_window_copies_the_buffers_at_most_once(monkeypatch):
     model = OneLayer()
     engine = engine_of(model, "window")
-    taken, keeper = [], type(engine._snapshots._keeper)
+    taken, keeper = [], type(engine.runner.snapshots._keeper)
     take = keeper.take
     monkeypatch.setattr(keeper, "take", lambda self, modules: taken.append(1) or take(self, modules))
     for how in ("step", "step_window", "run", "window"):

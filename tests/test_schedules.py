@@ -30,7 +30,7 @@ def decaying(kind, optimizer):
 @pytest.mark.parametrize("kind", ["lambda", "sequential", "one-cycle"])
 def test_a_scheduler_that_the_loop_steps_as_well_is_named(kind):
     engine, optimizer = make()
-    engine.schedulers = (scheduler := decaying(kind, optimizer),)
+    engine.runner.schedulers = (scheduler := decaying(kind, optimizer),)
     engine.step(torch.ones(1))
     scheduler.step()
     before = engine.model.w.detach().clone()
@@ -43,7 +43,7 @@ def test_a_scheduler_that_the_loop_steps_as_well_is_named(kind):
 
 def test_a_scheduler_that_was_loaded_or_set_back_is_taken_as_it_stands():
     engine, optimizer = make()
-    engine.schedulers = (scheduler := decaying("lambda", optimizer),)
+    engine.runner.schedulers = (scheduler := decaying("lambda", optimizer),)
     start = scheduler.state_dict()
     for _ in range(2):
         engine.step(torch.ones(1))
@@ -80,7 +80,7 @@ def test_c025_an_action_every_two_updates_and_an_average_of_weights_follow_updat
 
 def test_a_skipped_window_says_what_it_is_and_its_number_is_that_of_the_last_update():
     engine, optimizer = make(max_grad_norm=1.0)
-    engine.schedulers = (LambdaLR(optimizer, lambda step: 1 - step / 10),)
+    engine.runner.schedulers = (LambdaLR(optimizer, lambda step: 1 - step / 10),)
     done, skipped = engine.step(torch.ones(1)), engine.step(NAN)
     assert (done.step, done.skipped, done.reason) == (1, False, None)
     assert (skipped.step, skipped.skipped, skipped.reason) == (1, True, "non-finite gradient")

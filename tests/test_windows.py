@@ -292,8 +292,8 @@ def test_c014_gradients_that_are_touched_inside_of_a_window_are_noticed_and_noth
         return value
 
     engine = Engine(model, optimizers, loss=touching)
-    engine.hooks = type(engine.hooks)(
-        *(getattr(engine.hooks, field) for field in engine.hooks.__slots__[:-1]), lambda micro_batch: micro_batch
+    engine.runner.hooks = type(engine.runner.hooks)(
+        *(getattr(engine.runner.hooks, field) for field in engine.runner.hooks.__slots__[:-1]), lambda micro_batch: micro_batch
     )
 
     def by_hand():

@@ -130,7 +130,7 @@ def train(
                     if recover:
                         result = engine.step(batch)
                     else:
-                        result = engine.run_diagnosed(*engine.prepare(batch, plan.micro_batch_size))
+                        result = engine.runner.diagnosed(*engine.prepare(batch, plan.micro_batch_size))
                 losses.append(_finite(result.loss))
                 skipped += result.skipped
                 line = {

@@ -82,7 +82,7 @@ def _measure_on_cpu(job: Job, plan: Plan, device: hardware.Device, windows: int)
         batch = example.example_batch(job, plan.samples_per_rank)
         engine = build.build(job, plan, device)
         marks.take("built", _held(engine, batch))
-        decide = engine.hooks.decide
+        decide = engine.runner.hooks.decide
 
         def decide_and_mark(found_inf: Any, count: Any) -> Any:
             if found_inf is not None:  # once per window, with its gradients complete
@@ -91,11 +91,11 @@ def _measure_on_cpu(job: Job, plan: Plan, device: hardware.Device, windows: int)
                 del held
             return decide(found_inf, count)
 
-        engine.hooks = replace(engine.hooks, decide=decide_and_mark)
+        engine.runner.hooks = replace(engine.runner.hooks, decide=decide_and_mark)
         micro_batches, counts = engine.prepare(batch, plan.micro_batch_size)
         for _ in range(windows):
             marks.take("window", {})
-            engine.run(micro_batches, counts)
+            engine.runner.run(micro_batches, counts)
             marks.take("step end", _held(engine, batch))
         engine.close()
     recording = _recording(events, marks.taken)
@@ -111,16 +111,16 @@ def _measure_on_cuda(job: Job, plan: Plan, device: hardware.Device, windows: int
     batch = example.example_batch(job, plan.samples_per_rank)
     engine = build.build(job, plan, device)
     micro_batches, counts = engine.prepare(batch, plan.micro_batch_size)
-    decide = engine.hooks.decide
+    decide = engine.runner.hooks.decide
     gradients: list[int] = []
 
     def decide_and_count(found_inf: Any, count: Any) -> Any:
         gradients.append(_num_bytes(p.grad for p in engine.model.parameters() if p.grad is not None))
         return decide(found_inf, count)
 
-    engine.hooks = replace(engine.hooks, decide=decide_and_count)
+    engine.runner.hooks = replace(engine.runner.hooks, decide=decide_and_count)
     for _ in range(windows):
-        engine.run(micro_batches, counts)
+        engine.runner.run(micro_batches, counts)
     torch.cuda.synchronize(index)
     peak = torch.cuda.max_memory_allocated(index) - allocated_before
     reserved = torch.cuda.max_memory_reserved(index) - reserved_before

@@ -183,13 +183,13 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
             engine = build.construct(traced, plan, torch.device("cpu"))
         recorder.adopt(engine.model)
         fakes = [splitting.map_tensors(recorder.from_tensor, micro_batch) for micro_batch in micro_batches]
-        engine.hooks = replace(engine.hooks, decide=lambda found_inf, count: None, move=move)
+        engine.runner.hooks = replace(engine.runner.hooks, decide=lambda found_inf, count: None, move=move)
 
         def step() -> object:
             shown = next(steps)
             if are_others_like and engine.num_denominators > 1:  # the last one holds less than those before it
                 shown = [*shown[:_FULL_MICRO_BATCHES], 1, *shown[_FULL_MICRO_BATCHES:]]
-            return engine.run([fakes[i] for i in shown], [counts[i] for i in shown])
+            return engine.runner.run([fakes[i] for i in shown], [counts[i] for i in shown])
 
         return step
 

@@ -141,7 +141,7 @@ class Bench:
                 stack.enter_context(torch_private.checkpoint_calls(around, plain=not setting.recomputes))
                 outside = random.getstate(), numpy_state()
                 stack.enter_context(steady if setting.is_steady else nullcontext())
-                result = engine.run(_copied(parts), counts)
+                result = engine.runner.run(_copied(parts), counts)
                 trial.reason, trial.loss, trial.count = result.reason, float(result.loss), float(result.count)
                 trial.drawn |= steady.seen | _drawn_outside(outside)
             except SnugfitError as error:
@@ -203,7 +203,7 @@ class Bench:
         return torch.optim.SGD([known[name] for name in self._owned if known[name].requires_grad], lr=0.0)
 
     def _hook(self, engine: Any, trial: Trial, setting: Setting, look: Callable[[nn.Module], Any] | None) -> None:
-        own = engine.hooks
+        own = engine.runner.hooks
         moved: list[tuple[str, Tensor, int]] = []
 
         def look_at_moved() -> None:
@@ -233,7 +233,7 @@ class Bench:
             }
             return COMPARED
 
-        engine.hooks = replace(own, move=move, decide=decide)
+        engine.runner.hooks = replace(own, move=move, decide=decide)
 
 
 def copied(module: nn.Module) -> nn.Module:

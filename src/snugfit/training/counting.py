@@ -1,6 +1,6 @@
 """What the mean of a loss is taken over: samples, tokens or a weight of one's own.
 
-Entry points: ``tokens``, ``settled`` and ``resolve``. Counts are taken on the host copy of a micro-batch, before it
+Entry points: ``tokens``, ``Counting`` and ``resolve``. Counts are taken on the host copy of a micro-batch, before it
 moves. Weighting gradients by them is ``step``'s.
 """
 
@@ -118,21 +118,47 @@ def settled(count: Count, model: nn.Module, batch: Any) -> Count:
     return count
 
 
+class Counting:
+    """What one engine counts: settled at its first batch, and doubted once where it looks wrong.
+
+    Args:
+        count: As it was given.
+        model: What is trained.
+    """
+
+    def __init__(self, count: Count, model: nn.Module) -> None:
+        self._count, self._model = count, model
+        self._is_settled = self._is_doubtful = False
+
+    def of(self, batch: Any) -> Count:
+        """What is counted in a batch or micro-batch that lies on the host."""
+        if not self._is_settled:
+            self._is_settled = True
+            self._count = settled(self._count, self._model, batch)
+            self._is_doubtful = is_doubtful(self._count, batch)
+        return self._count
+
+    def end_window(self, *, is_reported: bool) -> None:
+        """Warn after the first window if a mean over tokens was weighted as if all had the same number of them.
+
+        Args:
+            is_reported: Whether the losses of the window said what they are a mean over.
+        """
+        if self._is_doubtful and not is_reported:
+            warnings.warn(
+                f'labels hold {_IGNORED_LABEL} but count is "samples": a loss that is a mean over tokens is then not '
+                "the mean of the full batch; pass count=snugfit.tokens() (shift=True for causal language models), or "
+                "silence this if the loss is a mean over samples",
+                stacklevel=5,
+            )
+        self._is_doubtful = False
+
+
 def is_doubtful(count: Count, batch: Any) -> bool:
     """Whether samples are counted although labels of tokens are ignored."""
     labels = _entry(batch, "labels")
     is_labelled = isinstance(labels, Tensor) and labels.dim() >= 2
     return isinstance(count, str) and is_labelled and bool((labels == _IGNORED_LABEL).any())
-
-
-def warn_of_ignored_labels() -> None:
-    """Warn that a mean over tokens would be weighted as if all micro-batches had the same number of them."""
-    warnings.warn(
-        f'labels hold {_IGNORED_LABEL} but count is "samples": a loss that is a mean over tokens is then not the mean '
-        "of the full batch; pass count=snugfit.tokens() (shift=True for causal language models), or silence this if "
-        "the loss is a mean over samples",
-        stacklevel=3,
-    )
 
 
 def _is_causal(model: nn.Module) -> bool:

@@ -86,7 +86,7 @@ def _of_job(engine: Engine, job: Job, plan: Plan, steps: int) -> Diagnosis:
     too_high: Diagnosis | None = None
     for batch, is_last in _marked(_batches(job, plan, steps)):
         micro_batches, counts = engine.prepare(batch, plan.micro_batch_size)
-        suspect = engine.suspect(micro_batches, counts, engine.hooks.snapshot())
+        suspect = engine.runner.suspect(micro_batches, counts, engine.runner.hooks.snapshot())
         with rerun.kept(suspect) as beginning:
             is_finite = rerun.run(suspect, beginning, loss_scale=suspect.loss_scale, precision_name=suspect.precision)
         if not is_finite:
@@ -103,7 +103,7 @@ def _update(engine: Engine, micro_batches: Sequence[Any], counts: Sequence[float
     """Run a window until it is not skipped: each time it is, the loss scale comes down."""
     scale = math.inf
     while True:
-        result = engine.run(micro_batches, counts)
+        result = engine.runner.run(micro_batches, counts)
         if not result.skipped or result.loss_scale is None or result.loss_scale == scale:
             return
         scale = result.loss_scale
@@ -122,7 +122,7 @@ def _of_saved(engine: Engine, saved: saved_window.SavedWindow, device: torch.dev
     saved.put_into(engine.model, device)
     snapshots = recovery.Snapshots(engine.model, device)
     beginning = snapshots.take()
-    suspect = engine.suspect(saved.micro_batches, saved.counts, None)
+    suspect = engine.runner.suspect(saved.micro_batches, saved.counts, None)
     settings = {**suspect.settings, "reference": saved.reference}
     if suspect.loss_scale is not None and saved.loss_scale is not None:
         settings["loss_scale"] = saved.loss_scale

@@ -54,7 +54,7 @@ def track(engine: "Engine", decay: float = 0.95) -> "Tracker":
             expected="at least 0, below 1",
             hint="leave it out for 0.95",
         )
-    if engine.observer is not None:
+    if engine.runner.observer is not None:
         raise PlanError(
             "the gradient noise of this engine is tracked already",
             got="a second handle",
@@ -62,7 +62,7 @@ def track(engine: "Engine", decay: float = 0.95) -> "Tracker":
             hint="call .remove() on the first",
         )
     tracker = Tracker(engine, decay)
-    engine.observer = tracker.observe
+    engine.runner.observer = tracker.observe
     return tracker
 
 
@@ -95,7 +95,7 @@ class Tracker:
     def remove(self) -> None:
         """Leave the metric out from now on; doing so again changes nothing."""
         if self._engine is not None:
-            self._engine.observer = None
+            self._engine.runner.observer = None
             self._engine = None
 
     def _smooth(self, name: str, value: Tensor, is_estimate: bool | Tensor) -> None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from snugfit.errors import PlanError
 from snugfit.training import precision, recovery, rerun
 from snugfit.training.probes import Origin, Watch
 from snugfit.training.rerun import Suspect
@@ -95,8 +96,7 @@ def find(suspect: Suspect, beginning: Callable[[], None], origin: Origin) -> Fou
             )
             return Found(origin, "loss scale", cause, remedy, tuple(attempts.tried), largest)
         if scale != 1:
-            again = probed(suspect, beginning, 1.0, suspect.precision).watch.found
-            origin = again or origin
+            origin = attempts.origin(1.0) or origin
     remedy = _in_another_precision(attempts, origin) or _look_at(origin)
     return Found(origin, origin.phase, origin.cause, remedy, tuple(attempts.tried), None)
 
@@ -112,6 +112,13 @@ class _Attempts:
     def __init__(self, suspect: Suspect, beginning: Callable[[], None]) -> None:
         self.suspect, self.beginning = suspect, beginning
         self.tried: list[Tried] = []
+
+    def origin(self, loss_scale: float | None) -> Origin | None:
+        """Who is to blame at another loss scale, or with what is installed on the model; None where a run fails."""
+        try:
+            return probed(self.suspect, self.beginning, loss_scale, self.suspect.precision).watch.found
+        except Exception:  # what was found before is worth more than an error here
+            return None
 
     def make(self, remedy: str, *, loss_scale: float | None, name: str) -> bool:
         """Run the window with a remedy and note what came of it."""
@@ -170,13 +177,17 @@ def _islands(attempts: _Attempts, origin: Origin) -> tuple[str, ...]:
     names: list[str] = []
     while len(names) < _MAX_ISLANDS and origin.module and origin.module not in names:
         names.append(origin.module)
-        handle = precision.keep_fp32(suspect.model, *names)
+        try:
+            handle = precision.keep_fp32(suspect.model, *names)
+        except PlanError as error:  # weights that are half precision themselves
+            attempts.tried.append(Tried(f"fp32 for {', '.join(names)}", f"failed: {error.what}", False))
+            break
         try:
             if attempts.make(f"fp32 for {', '.join(names)}", loss_scale=scale, name=suspect.precision):
                 return tuple(names)
             if attempts.tried[-1].outcome != "not finite":
                 break
-            again = probed(suspect, attempts.beginning, scale, suspect.precision).watch.found
+            again = attempts.origin(scale)
         finally:
             handle.remove()
         if again is None:

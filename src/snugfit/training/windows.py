@@ -12,6 +12,7 @@ from torch import Tensor
 
 from snugfit.errors import BatchError, PlanError, UnsupportedError
 from snugfit.jobs import Count
+from snugfit.plans import Plan
 from snugfit.training import counting, recovery, splitting
 from snugfit.training.step import Outcome, Window
 from snugfit.training.weighting import Number, Reduce
@@ -127,6 +128,24 @@ def listed(micro_batches: Iterable[Any]) -> list[Any]:
             hint="pass [micro_batch], or call engine.step(batch), which cuts a batch",
         )
     return list(micro_batches)
+
+
+def length(accumulation_steps: int | None, plan: Plan | None) -> int:
+    """Micro-batches of a window: as given, else the plan's.
+
+    Raises:
+        PlanError: Neither is there.
+    """
+    if accumulation_steps is not None:
+        return accumulation_steps
+    if plan is None:
+        raise PlanError(
+            "the length of a window is not known",
+            got="accumulation_steps=None and no plan",
+            expected="one of the two",
+            hint="pass accumulation_steps=4",
+        )
+    return plan.accumulation_steps
 
 
 def grouped(
