@@ -55,7 +55,7 @@ from snugfit.training import torch_private, weighting
 from strategies import labels, split_sizes
 from tolerances import EXACT_VALUE, FLOAT64
 
-KINDS = importlib.import_module("snugfit.training.check").KINDS
+KINDS = importlib.import_module("snugfit.training.checking.check").KINDS
 
 
 def sgd(model):
@@ -1520,7 +1520,7 @@ def test_every_kind_of_hazard_in_the_source_is_listed():
     """A kind is the first argument of a Hazard, and its way out is in the message."""
     source = Path(snugfit.__file__).parent / "training"
     made = set()
-    for path in source.glob("*.py"):
+    for path in source.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             name = getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
             if name in ("Hazard", "_add") and isinstance(node.args[0], ast.Constant):

@@ -40,8 +40,9 @@ from snugfit import (
     UnsupportedError,
     checkpointing,
 )
-from snugfit.training import diagnosis, distributed, recovery, remedies, rerun, saved_window
-from snugfit.training.diagnose import diagnose
+from snugfit.training import distributed, recovery
+from snugfit.training.diagnosing import diagnosis, remedies, rerun, saved_window
+from snugfit.training.diagnosing.diagnose import diagnose
 
 CPU = torch.device("cpu")
 

@@ -1,3 +1,4 @@
+import dataclasses
 import gc
 import math
 import traceback
@@ -292,9 +293,7 @@ def test_c014_gradients_that_are_touched_inside_of_a_window_are_noticed_and_noth
         return value
 
     engine = Engine(model, optimizers, loss=touching)
-    engine.runner.hooks = type(engine.runner.hooks)(
-        *(getattr(engine.runner.hooks, field) for field in engine.runner.hooks.__slots__[:-1]), lambda micro_batch: micro_batch
-    )
+    engine.runner.hooks = dataclasses.replace(engine.runner.hooks, move=lambda micro_batch: micro_batch)
 
     def by_hand():
         with engine.window(batches) as window:

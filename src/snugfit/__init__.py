@@ -19,10 +19,10 @@ from snugfit.plans import Plan, Segment
 from snugfit.runs import train
 from snugfit.training import checkpointing, gradient_noise, learning_rate, norms, precision
 from snugfit.training.build import build
-from snugfit.training.check import CheckReport, Hazard, check
+from snugfit.training.checking.check import CheckReport, Hazard, check
 from snugfit.training.counting import tokens
-from snugfit.training.diagnose import diagnose
-from snugfit.training.diagnosis import Diagnosis
+from snugfit.training.diagnosing.diagnose import diagnose
+from snugfit.training.diagnosing.diagnosis import Diagnosis
 from snugfit.training.engine import Engine
 from snugfit.training.recomputation import is_recomputing
 from snugfit.training.splitting import split

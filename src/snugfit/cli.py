@@ -26,8 +26,8 @@ from snugfit.memory import measuring, tracing
 from snugfit.memory.reports import MemoryReport
 from snugfit.plans import Plan, write_atomically
 from snugfit.targets import load_target, prints_on_stderr, users_line
-from snugfit.training import check as checking
-from snugfit.training import diagnose as diagnosing
+from snugfit.training.checking import check as checking
+from snugfit.training.diagnosing import diagnose as diagnosing
 
 DONE, DOES_NOT_FIT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 CHECK_FAILED = DOES_NOT_FIT

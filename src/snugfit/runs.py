@@ -27,7 +27,8 @@ from snugfit.jobs import Job
 from snugfit.memory.measuring import memory_errors_named
 from snugfit.memory.random_states import random_states
 from snugfit.plans import Plan, write_atomically
-from snugfit.training import build, example, saved_window, splitting
+from snugfit.training import build, example, splitting
+from snugfit.training.diagnosing import saved_window
 
 METRICS, REPORT, PLAN = "metrics.jsonl", "report.json", "plan.json"
 

@@ -18,8 +18,8 @@ from snugfit.hardware import Device
 from snugfit.memory.reports import MemoryReport
 from snugfit.planning.search import PlanReport
 from snugfit.plans import Plan
-from snugfit.training.check import CheckReport
-from snugfit.training.diagnosis import Diagnosis
+from snugfit.training.checking.check import CheckReport
+from snugfit.training.diagnosing.diagnosis import Diagnosis
 
 _TOP_HOLDERS = 8
 _WIDTH_OF_FILES = 120

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from snugfit.errors import NonFiniteError
-from snugfit.training import diagnosis, distributed, ranges, recovery
-from snugfit.training.diagnosis import Diagnosis
-from snugfit.training.rerun import Suspect
+from snugfit.training import distributed, recovery
+from snugfit.training.diagnosing import diagnosis, ranges
+from snugfit.training.diagnosing.diagnosis import Diagnosis
+from snugfit.training.diagnosing.rerun import Suspect
 from snugfit.training.weighting import Number
 
 _UNREPEATABLE = "the model, the loss or the data is not the same the second time"

@@ -29,8 +29,8 @@ from snugfit.training import (
 )
 from snugfit.training import nonfinite as nonfinite_policy
 from snugfit.training.counting import Counting
+from snugfit.training.diagnosing.rerun import Suspect
 from snugfit.training.precision import Scaler
-from snugfit.training.rerun import Suspect
 from snugfit.training.state import Progress
 from snugfit.training.step import Hooks, Observer, Outcome, run_window
 from snugfit.training.weighting import Number

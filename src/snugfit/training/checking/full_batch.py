@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from snugfit.errors import DeviceMemoryError, PlanError
-from snugfit.training import coupling, hazards
-from snugfit.training.agreement import PARTLY_FLOAT32, TOLERANCES, Tolerance, errors, loss_error
-from snugfit.training.comparison import Bench, Setting, Trial, losses_of, raised
-from snugfit.training.hazards import Hazard
-from snugfit.training.observing import Division, ModuleNames, Observer
+from snugfit.training.checking import coupling, hazards
+from snugfit.training.checking.agreement import PARTLY_FLOAT32, TOLERANCES, Tolerance, errors, loss_error
+from snugfit.training.checking.comparison import Bench, Setting, Trial, losses_of, raised
+from snugfit.training.checking.hazards import Hazard
+from snugfit.training.checking.observing import Division, ModuleNames, Observer
 
 _MAX_FLOAT64 = 2**27
 "Parameters of a model up to which it is run in float64: 1 GiB."

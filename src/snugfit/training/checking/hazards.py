@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from snugfit.plans import Plan
-from snugfit.training import norms, ranges, splitting
-from snugfit.training.observing import Division, OutOfRange
+from snugfit.training import norms, splitting
+from snugfit.training.checking.observing import Division, OutOfRange
+from snugfit.training.diagnosing import ranges
 
 _HALF = (torch.float16, torch.bfloat16)
 _MASKING = ("add", "sub", "mul", "where", "masked_fill", "to", "half", "type", "type_as", "full_like")

@@ -17,11 +17,12 @@ from snugfit import hardware
 from snugfit.errors import PlanError
 from snugfit.jobs import Job
 from snugfit.plans import Plan
-from snugfit.training import build, checkpointing, example, full_batch, hazards, recovery, repetition, updates
-from snugfit.training.comparison import Bench, copied, seeded
-from snugfit.training.full_batch import Comparison
-from snugfit.training.hazards import Hazard as Hazard
-from snugfit.training.repetition import Repetition
+from snugfit.training import build, checkpointing, example, recovery, updates
+from snugfit.training.checking import full_batch, hazards, repetition
+from snugfit.training.checking.comparison import Bench, copied, seeded
+from snugfit.training.checking.full_batch import Comparison
+from snugfit.training.checking.hazards import Hazard as Hazard
+from snugfit.training.checking.repetition import Repetition
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 

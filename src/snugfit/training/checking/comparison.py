@@ -20,7 +20,7 @@ from snugfit.errors import PlanError, SnugfitError, UnsupportedError
 from snugfit.jobs import Count, Job, Loss, LossScale
 from snugfit.plans import Plan
 from snugfit.training import build, norms, recovery, splitting, torch_private
-from snugfit.training.observing import ModuleNames, Observer
+from snugfit.training.checking.observing import ModuleNames, Observer
 
 COMPARED = "compared"
 "Reason of a window that was stopped before its update."

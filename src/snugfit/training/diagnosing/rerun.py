@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from snugfit.training import precision, recovery
-from snugfit.training.probes import Enough, Watch
+from snugfit.training.diagnosing.probes import Enough, Watch
 from snugfit.training.step import Outcome, run_window
 from snugfit.training.weighting import Number
 

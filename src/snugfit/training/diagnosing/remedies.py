@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from snugfit.errors import PlanError
-from snugfit.training import precision, recovery, rerun
-from snugfit.training.probes import Origin, Watch
-from snugfit.training.rerun import Suspect
+from snugfit.training import precision, recovery
+from snugfit.training.diagnosing import rerun
+from snugfit.training.diagnosing.probes import Origin, Watch
+from snugfit.training.diagnosing.rerun import Suspect
 
 _MAX_ISLANDS = 4
 _ADVICE = (

@@ -21,8 +21,9 @@ from snugfit import hardware
 from snugfit.errors import DeviceMemoryError, PlanError, SnugfitError, UnsupportedError
 from snugfit.jobs import Job
 from snugfit.plans import Plan
-from snugfit.training import build, diagnosis, example, recovery, rerun, saved_window
-from snugfit.training.diagnosis import Diagnosis
+from snugfit.training import build, example, recovery
+from snugfit.training.diagnosing import diagnosis, rerun, saved_window
+from snugfit.training.diagnosing.diagnosis import Diagnosis
 from snugfit.training.engine import Engine
 
 NUM_STEPS = 3

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from snugfit.errors import DeviceMemoryError
-from snugfit.training import hazards, side_effects
-from snugfit.training.agreement import Tolerance, errors
-from snugfit.training.comparison import Bench, Setting, Trial, numpy_state, raised
-from snugfit.training.hazards import Hazard
-from snugfit.training.observing import ModuleNames, Observer
+from snugfit.training.checking import hazards, side_effects
+from snugfit.training.checking.agreement import Tolerance, errors
+from snugfit.training.checking.comparison import Bench, Setting, Trial, numpy_state, raised
+from snugfit.training.checking.hazards import Hazard
+from snugfit.training.checking.observing import ModuleNames, Observer
 from snugfit.training.torch_private import CheckpointCall
 
 _MAX_MICRO_BATCHES = 4

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from snugfit.training.ranges import badness, largest, type_name
+from snugfit.training.diagnosing.ranges import badness, largest, type_name
 
 _HALF = (torch.float16, torch.bfloat16)
 _LINEAR = ("ToCopy", "Clone", "Alias", "View", "Squeeze", "Unsqueeze", "Mean", "Sum")

@@ -11,11 +11,12 @@ from typing import Any
 from torch import nn
 
 from snugfit.errors import UnsupportedError
-from snugfit.training import distributed, ranges, remedies, rerun
-from snugfit.training.probes import Origin, Watch
-from snugfit.training.ranges import HeadRoom, Underflow
-from snugfit.training.remedies import Tried
-from snugfit.training.rerun import Suspect
+from snugfit.training import distributed
+from snugfit.training.diagnosing import ranges, remedies, rerun
+from snugfit.training.diagnosing.probes import Origin, Watch
+from snugfit.training.diagnosing.ranges import HeadRoom, Underflow
+from snugfit.training.diagnosing.remedies import Tried
+from snugfit.training.diagnosing.rerun import Suspect
 
 FINITE = "none"
 _MAX_ROWS = 5

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from snugfit.jobs import Count, Loss
-from snugfit.training import influence, side_effects
-from snugfit.training.agreement import Tolerance, errors, loss_error
-from snugfit.training.comparison import Bench, Setting, Trial
+from snugfit.training.checking import influence, side_effects
+from snugfit.training.checking.agreement import Tolerance, errors, loss_error
+from snugfit.training.checking.comparison import Bench, Setting, Trial
+from snugfit.training.checking.hazards import Hazard
 from snugfit.training.counting import tokens
-from snugfit.training.hazards import Hazard
 
 _LABELS = ("labels", "label", "targets", "target", "y")
 _MASKS = ("attention_mask", "mask", "loss_mask")

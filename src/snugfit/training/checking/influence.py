@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from snugfit.errors import BatchError
 from snugfit.training import splitting
-from snugfit.training.comparison import Bench, Setting
+from snugfit.training.checking.comparison import Bench, Setting
 
 LOSS_FUNCTION = "loss function"
 _VISIBLE = 1e-3

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from snugfit.errors import BatchError, NonFiniteError, PlanError, SnugfitError
-from snugfit.training import nonfinite, recovery, rerun
-from snugfit.training.rerun import Suspect
+from snugfit.training import nonfinite, recovery
+from snugfit.training.diagnosing import rerun
+from snugfit.training.diagnosing.rerun import Suspect
 
 FILE = "nonfinite.pt"
 _FORMAT, _VERSION = "snugfit window", 1

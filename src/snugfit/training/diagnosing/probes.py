@@ -27,8 +27,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from snugfit.jobs import Loss
-from snugfit.training import operations, ranges, splitting
-from snugfit.training.ranges import HeadRoom, badness, largest, num_bad, type_name
+from snugfit.training import splitting
+from snugfit.training.diagnosing import operations, ranges
+from snugfit.training.diagnosing.ranges import HeadRoom, badness, largest, num_bad, type_name
 from snugfit.training.recomputation import is_recomputing
 
 LOSS_FUNCTION = "loss function"
