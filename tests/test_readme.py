@@ -8,11 +8,12 @@ README = Path(__file__).parents[1] / "README.md"
 
 def test_the_python_blocks_of_the_readme_run(capsys):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names = {}
     for block in blocks:
         exec(block, names)
     printed = capsys.readouterr().out
+    assert names["window"].result.step == 4
     assert "micro_batch_size=" in printed
     assert names["report"].at("backward end")["gradient"] == 4096 * 4096 * 4 + 4096 * 4
 
