@@ -165,3 +165,18 @@ def test_the_batch_size_must_be_positive():
     for wrong in (0, -1, "8", 1.5):
         with pytest.raises(snugfit.PlanError, match="batch_size"):
             snugfit.plan(job(), card(), batch_size=wrong)
+
+
+def test_c077_a_plan_names_the_layers_that_accumulation_makes_not_equivalent():
+    job = snugfit.Job(
+        lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64), torch.nn.BatchNorm1d(64)),
+        lambda model, batch: model(batch).square().mean(),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda n: torch.zeros(n, 64),
+    )
+    for fixed, expected in (
+        ({"micro_batch_size": 2}, "1, 2 normalise micro-batches instead of the batch: not equivalent"),
+        ({"micro_batch_size": 8}, "no BatchNorm layer is affected"),
+    ):
+        found = snugfit.plan(job, "rtx-3060-12gb", batch_size=8, fixed=fixed)
+        assert found.reasons["norm_policy"].startswith(expected)

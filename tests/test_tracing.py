@@ -414,6 +414,24 @@ def test_a_second_gradient_of_losses_with_counts_of_their_own_is_counted(steps):
     assert report.peak_allocated_bytes // weight == 1 + min(steps, 3)
 
 
+@pytest.mark.parametrize(
+    ("card", "precision"), [("rtx-3090", "bf16-mixed"), ("t4", "16-mixed"), ("gtx-1080", "32-true")]
+)
+def test_an_engine_with_automatic_precision_is_traced_in_that_of_the_card(card, precision):
+    def make_step(asked):
+        model = torch.nn.Linear(512, 512).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = snugfit.Engine(model, optimizer, loss=lambda m, x: m(x).square().mean(), precision=asked)
+        assert engine.precision == precision
+        batch = torch.zeros(8, 512)
+        return lambda: engine.step(batch)
+
+    found, explicit = (
+        snugfit.trace(lambda asked=asked: make_step(asked), device=card) for asked in ("auto", precision)
+    )
+    assert found == explicit
+
+
 def test_a_batch_of_another_size_than_asked_for_is_refused():
     job = snugfit.Job(
         lambda: nn.Linear(8, 1),

@@ -27,7 +27,7 @@ from snugfit.memory.random_states import random_states
 from snugfit.memory.recording import Birth, Recorder, Recording, Work
 from snugfit.memory.reports import PHASES, MemoryReport, PeakAt
 from snugfit.plans import Plan
-from snugfit.training import build, example, nonfinite, splitting
+from snugfit.training import build, example, nonfinite, precision, splitting
 
 _STATIC = ("parameter", "buffer", "gradient", "optimizer")
 _MATRIX_PRODUCTS = ("mm.default", "addmm.default", "bmm.default", "baddbmm.default")
@@ -216,6 +216,7 @@ def record(
             )
         # An engine that make_step builds must not read whether a gradient is finite.
         stack.enter_context(mock.patch.object(nonfinite, "decider", return_value=lambda found_inf, count: None))
+        stack.enter_context(_precision_of(device))
         stack.enter_context(_initialisers_off())
         stack.enter_context(torch_private.modules_converted_in_place())
         stack.enter_context(recorder.recording_on())
@@ -253,6 +254,14 @@ def skeleton(job: Job) -> nn.Module:
         return job.model
     with random_states(job.seed), _initialisers_off(), Recorder(host_scalars=False):
         return build.build_model(job)
+
+
+@contextmanager
+def _precision_of(device: hardware.Device) -> Iterator[None]:
+    """Let ``precision="auto"`` be that of the traced device, wherever the tensors lie."""
+    resolve = precision.resolve
+    with mock.patch.object(precision, "resolve", lambda name, _: resolve(name, device)):
+        yield
 
 
 class _Workspaces:

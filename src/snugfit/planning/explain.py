@@ -13,6 +13,7 @@ from snugfit.errors import InfeasibleError
 from snugfit.planning import options
 from snugfit.planning.ladder import Candidate
 from snugfit.plans import Plan
+from snugfit.training import norms
 
 _STATIC = ("parameter", "buffer", "gradient", "optimizer")
 
@@ -27,7 +28,7 @@ def reasons(
 ) -> dict[str, str]:
     """A sentence for each field of the chosen plan that the search decided or was given."""
     plan, memory = chosen.plan, chosen.memory
-    norms = sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    coupled = norms.batch_coupled(model)
     found = {field.name: "given" for field in fields(Plan) if field.name in fixed}
     found["batch_size"] = "given; never changed"
     found["world_size"] = "given"
@@ -54,8 +55,8 @@ def reasons(
     found.setdefault("optimizer_impl", "the job's own choice is kept")
     found.setdefault(
         "norm_policy",
-        f"{norms} BatchNorm layers see micro-batches, not the batch: not equivalent to the full batch"
-        if norms and plan.accumulation_steps > 1
+        f"{norms.listed(coupled)} normalise micro-batches instead of the batch: not equivalent to the full batch"
+        if coupled and plan.accumulation_steps > 1 and plan.norm_policy != "frozen"
         else "no BatchNorm layer is affected",
     )
     return found

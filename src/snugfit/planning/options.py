@@ -11,7 +11,7 @@ from torch import nn
 from snugfit.errors import PlanError
 from snugfit.hardware import Device
 from snugfit.plans import Segment
-from snugfit.training import checkpointing
+from snugfit.training import checkpointing, precision
 
 
 class Option(NamedTuple):
@@ -26,14 +26,10 @@ def precisions(device: Device, fixed: Mapping[str, Any]) -> tuple[Option, ...]:
     if "precision" in fixed:
         return (Option(fixed["precision"], "given"),)
     plain = Option("32-true", "full precision")
-    float32 = device.flops.get("float32", 0.0)
-    if device.fast_bfloat16:
-        return plain, Option("bf16-mixed", f"{device.name} computes bf16 fast, and bf16 needs no loss scale")
-    if device.kind == "cuda" and device.flops.get("float16", 0.0) > 1.5 * float32:
-        return plain, Option(
-            "16-mixed", f"{device.name} has no fast bf16 but fast fp16; a dynamic loss scale guards it"
-        )
-    return (Option("32-true", f"{device.name} computes neither bf16 nor fp16 faster than fp32"),)
+    if device.kind == "cpu" and device.fast_bfloat16:
+        return plain, Option("bf16-mixed", f"{device.name} multiplies bf16 in tiles of its own")
+    name, reason = precision.resolve("auto", device)
+    return (Option(name, reason),) if name == plain.value else (plain, Option(name, reason))
 
 
 def recomputations(model: nn.Module, fixed: Mapping[str, Any]) -> tuple[Option, ...]:

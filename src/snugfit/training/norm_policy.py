@@ -5,7 +5,6 @@ per window; ``"frozen"`` never. What they do to a layer is ``norms``'s.
 """
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -20,8 +19,6 @@ from snugfit.training.running_statistics import (
     pool_over_ranks,
     pooled,
 )
-
-_SHOWN = 8
 
 
 def apply(model: nn.Module, policy: str) -> "Policy":
@@ -62,7 +59,7 @@ class Policy:
             warnings.warn(
                 f"BatchNorm makes {num_micro_batches} micro-batches not equivalent to the full batch: "
                 "norm_policy='micro' normalises each by itself and moves running statistics for each, in "
-                f"{_listed([name for name, layer in norms.batch_norms(self._model) if _is_affected(layer)])}; use "
+                f"{norms.listed([name for name, layer in norms.batch_norms(self._model) if _is_affected(layer)])}; use "
                 "norm_policy='window' (statistics move once per window), 'frozen' (equivalent), or "
                 "snugfit.norms.to_group_norm",
                 stacklevel=7,
@@ -93,8 +90,3 @@ class Policy:
 def _is_affected(layer: Any) -> bool:
     """Whether a window of several micro-batches changes what a layer does, and nothing is done about it."""
     return isinstance(layer, BATCH_NORM) and norms.couples(layer) and pooled(layer) is None
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(name or "the model itself" for name in names[:_SHOWN])
-    return f"{shown} and {len(names) - _SHOWN} more layers" if len(names) > _SHOWN else shown

@@ -25,6 +25,7 @@ from snugfit.training.running_statistics import (
 from snugfit.training.running_statistics import window_statistics as window_statistics
 
 _USUAL_WEIGHT_OF_OLD = 0.9
+_SHOWN = 8
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -238,6 +239,12 @@ def corrected_momentum(momentum: float, accumulation_steps: int) -> float:
 def batch_coupled(model: nn.Module) -> tuple[str, ...]:
     """Names of the BatchNorm layers that normalise with their micro-batch: not equivalent to the full batch."""
     return tuple(name for name, layer in batch_norms(model) if couples(layer))
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of some layers by name, and how many more there are."""
+    shown = ", ".join(name or "the model itself" for name in names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more layers" if len(names) > _SHOWN else shown
 
 
 def couples(layer: Any) -> bool:

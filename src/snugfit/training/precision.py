@@ -21,7 +21,6 @@ from snugfit.training.islands import HALF
 from snugfit.training.islands import keep_fp32 as keep_fp32
 
 _DTYPES = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
-_TENSOR_CORES = (7, 0)
 "Least compute capability with tensor cores for float16."
 
 
@@ -97,9 +96,9 @@ def resolve(precision: str, device: torch.device | str | hardware.Device) -> tup
     if card.compute_capability is None:
         return "32-true", f"the compute capability of {card.name} is not known"
     name = "{}.{}".format(*card.compute_capability)
-    if card.compute_capability >= hardware.BFLOAT16_CAPABILITY:
+    if card.fast_bfloat16:
         return "bf16-mixed", f"compute capability {name}: tensor cores multiply bfloat16, and no loss scale is needed"
-    if card.compute_capability >= _TENSOR_CORES and "float16" in card.flops:
+    if card.flops.get("float16", 0.0) > 1.5 * card.flops.get("float32", 0.0):
         return "16-mixed", f"compute capability {name}: tensor cores multiply float16, but not bfloat16"
     return "32-true", f"compute capability {name}: no tensor cores that half precision would gain from"
 
