@@ -28,11 +28,10 @@ from typing import Any
 from snugfit import runs, sizes
 from snugfit.errors import DeviceMemoryError, InfeasibleError, PlanError, SnugfitError, UnsupportedError
 from snugfit.jobs import Job
-from snugfit.memory.random_states import random_states
 from snugfit.memory.reports import MemoryReport
 from snugfit.plans import Plan, write_atomically
 from snugfit.targets import load_target
-from snugfit.training import example
+from snugfit.training import example, random_states
 
 RESERVE_BYTES = 16 * sizes.MIB
 EXIT_DONE, EXIT_USER_ERROR, EXIT_OUT_OF_MEMORY = 0, 2, 3
@@ -237,7 +236,7 @@ def _child(request: Mapping[str, Any], *, quiet: bool) -> "subprocess.CompletedP
 def _open(job: Job) -> None:
     """Start what takes memory once and is not a tensor of the step; see rule 3 of the NOTE at the top of this file."""
     runs.warm_up()
-    with random_states(job.seed):
+    with random_states.seeded(job.seed):
         example.example_batch(job, 1)
         if job.data is not None:
             next(iter(job.data()), None)

@@ -24,10 +24,8 @@ from torch import nn
 from snugfit import hardware, sizes
 from snugfit.errors import BatchError, PlanError, UnsupportedError
 from snugfit.jobs import Job
-from snugfit.memory.measuring import memory_errors_named
-from snugfit.memory.random_states import random_states
 from snugfit.plans import Plan, write_atomically
-from snugfit.training import build, example, splitting
+from snugfit.training import build, example, random_states, recovery, splitting
 from snugfit.training.diagnosing import saved_window
 
 METRICS, REPORT, PLAN = "metrics.jsonl", "report.json", "plan.json"
@@ -115,7 +113,7 @@ def train(
     notes = []
     if job.data is None:
         notes.append("the job has no data: every step trained on its example batch")
-    with random_states(job.seed), memory_errors_named("training"):
+    with random_states.seeded(job.seed), recovery.memory_errors_named("training"):
         engine = build.build(job, plan, target)
         batches = _batches(job, plan)
         losses: list[float | None] = []
@@ -197,7 +195,7 @@ def warm_up() -> None:
     """
     import rich.progress  # noqa: F401  (loaded here, so that a run's peak does not hold it)
 
-    with random_states(0):
+    with random_states.seeded(0):
         model = nn.Sequential(nn.Embedding(64, 256), nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256))
         optimizer = torch.optim.AdamW(model.parameters())
         for dtype in (torch.float32, torch.bfloat16):

@@ -7,6 +7,7 @@ chooses columns, units and words.
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from snugfit.training.checking.check import CheckReport
 from snugfit.training.diagnosing.diagnosis import Diagnosis
 
 _TOP_HOLDERS = 8
+_SHOWN = {"norm_policy", "optimizer_impl", "bf16_update", "gradient_dtype", "sync", "loss_chunks", "shard"}
 _WIDTH_OF_FILES = 120
 _RATES = ("float32", "tf32", "float16", "bfloat16", "fp8")
 
@@ -38,9 +40,9 @@ def plan_line(plan: Plan) -> str:
     cut = f"{ranks}{plan.accumulation_steps} x {plan.micro_batch_size}"
     recompute = [f"recompute {len(plan.recompute)} segments"] if plan.recompute else []
     others = [
-        f"{name} {getattr(plan, name)}"
-        for name, default in (("norm_policy", "micro"), ("optimizer_impl", "as-given"), ("shard", "none"))
-        if getattr(plan, name) != default
+        f"{field.name} {getattr(plan, field.name)}"
+        for field in fields(plan)
+        if field.name in _SHOWN and getattr(plan, field.name) != field.default
     ]
     line = [f"batch {plan.batch_size} as {cut}", plan.precision, *recompute, *others]
     return ", ".join(line)

@@ -198,7 +198,15 @@ def _job(
         return Job(make_model, _own_loss, _adamw, _labelled_batch(length, text.vocab_size, config.num_labels))
     shift = task == "causal-lm"
     loss = _causal_loss if shift else _own_loss
-    return Job(make_model, loss, _adamw, _token_batch(length, text.vocab_size), count=tokens(shift=shift))
+
+    def make() -> nn.Module:
+        model: Any = make_model()
+        if shift and getattr(model, "loss_type", "") is None:  # of GPT-2; transformers would warn and take this one
+            model.loss_type = "ForCausalLM"
+        assert isinstance(model, nn.Module)
+        return model
+
+    return Job(make, loss, _adamw, _token_batch(length, text.vocab_size), count=tokens(shift=shift))
 
 
 def _unet_job(*, seq: int | None, image: int | None, attention: str | None) -> Job:

@@ -5,10 +5,8 @@ temporaries of kernels included; on CUDA the caching allocator's own statistics.
 OpenMP) take from the heap past torch's allocator, and the heap's own overhead.
 """
 
-import copy
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from snugfit import hardware
-from snugfit.errors import DeviceMemoryError, UnsupportedError
+from snugfit.errors import UnsupportedError
 from snugfit.jobs import Job
 from snugfit.memory import torch_private
-from snugfit.memory.random_states import random_states
 from snugfit.memory.recording import Birth, Recording
 from snugfit.memory.reports import MemoryReport, PeakAt
 from snugfit.memory.tracing import Trace
 from snugfit.plans import Plan
-from snugfit.training import build, example, recovery, splitting
+from snugfit.training import build, example, random_states, recovery, splitting
 
 NUM_WINDOWS = 2
 
@@ -70,8 +67,9 @@ def measure(
             hint="predict instead: snugfit.estimate(job, plan, device)",
         )
     if isinstance(job.model, nn.Module):
-        job = replace(job, model=_copier(job.model))
-    with random_states(job.seed), memory_errors_named("measuring"):
+        given = job.model
+        job = replace(job, model=lambda: build.copied(given))
+    with random_states.seeded(job.seed), recovery.memory_errors_named("measuring"):
         return (_measure_on_cuda if target.kind == "cuda" else _measure_on_cpu)(job, plan, target, windows)
 
 
@@ -259,43 +257,3 @@ def _num_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages of CUDA tensors, each counted once."""
     on_device = (tensor for tensor in tensors if tensor.is_cuda)
     return sum({storage.data_ptr(): storage.nbytes() for storage in _storages(on_device)}.values())
-
-
-def _copier(module: nn.Module) -> Callable[[], nn.Module]:
-    """A builder of copies of a module, so that the module itself is never trained."""
-
-    def twin() -> nn.Module:
-        try:
-            return copy.deepcopy(module)
-        except Exception as error:  # whatever the user's classes raise
-            if recovery.is_out_of_memory(error):
-                raise
-            raise UnsupportedError(
-                "the given module cannot be copied, and measuring would change it",
-                got=f"{type(module).__name__}: {type(error).__name__}: {error}",
-                expected="a module that copy.deepcopy copies, or a function that builds it",
-                hint="pass a function as Job.model: model=lambda: MyModel(...)",
-            ) from error
-
-    return twin
-
-
-@contextmanager
-def memory_errors_named(doing: str) -> Iterator[None]:
-    """Turn an out-of-memory error that no engine has named into a ``DeviceMemoryError``.
-
-    Args:
-        doing: For the message: what ran out of memory, ``"training"`` for example.
-    """
-    try:
-        yield
-    except Exception as error:
-        if not recovery.is_out_of_memory(error):
-            raise
-        message = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DeviceMemoryError(
-            f"out of memory while {doing}",
-            got=message,
-            expected="a plan whose peak memory is within what the device, or the cap, allows",
-            hint="let snugfit plan it: snugfit plan TARGET --budget SIZE",
-        ) from error

@@ -15,7 +15,7 @@ NOTE [How a storage gets its name]
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -163,6 +163,12 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             for parameter in module.parameters(recurse=False):
                 if self._owners.setdefault(id(parameter), name) == name:
                     self.categorise([parameter], "parameter", name)
+
+    def adopt_masters(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Say that what an optimizer holds belongs where the parameter of the model is that it stands for."""
+        for held, parameter in pairs:
+            if held is not parameter and id(parameter) in self._owners:
+                self._owners[id(held)] = self._owners[id(parameter)]
 
     def moved(self, tensor: Tensor) -> Tensor:
         """A copy of a host tensor on the traced device: the input of a micro-batch."""

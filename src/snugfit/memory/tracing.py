@@ -23,11 +23,10 @@ from snugfit.errors import PlanError
 from snugfit.jobs import Job
 from snugfit.memory import allocator, cuda_rules, library_rules, torch_private
 from snugfit.memory.placement import Placement, cuda_functions_without_a_card
-from snugfit.memory.random_states import random_states
 from snugfit.memory.recording import Birth, Recorder, Recording, Work
 from snugfit.memory.reports import PHASES, MemoryReport, PeakAt
 from snugfit.plans import Plan
-from snugfit.training import build, example, nonfinite, precision, splitting
+from snugfit.training import build, example, nonfinite, precision, random_states, splitting, updates
 
 _STATIC = ("parameter", "buffer", "gradient", "optimizer")
 _MATRIX_PRODUCTS = ("mm.default", "addmm.default", "bmm.default", "baddbmm.default")
@@ -157,7 +156,7 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
     traced_samples = share if share <= 2 * size else _FULL_MICRO_BATCHES * size + share % size
     if device.kind == "cpu" or job.split is not None:  # the whole batch lies in the same memory, or cannot be resized
         traced_samples = share
-    with random_states(job.seed):
+    with random_states.seeded(job.seed):
         batch = example.example_batch(job, traced_samples)
         micro_batches, counts = build.prepare(job, batch, size)
     assumptions: list[str] = []
@@ -182,6 +181,8 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
         with recorder.on_device():
             engine = build.construct(traced, plan, torch.device("cpu"))
         recorder.adopt(engine.model)
+        for optimizer in engine.optimizers:
+            recorder.adopt_masters(updates.of(optimizer).pairs())
         fakes = [splitting.map_tensors(recorder.from_tensor, micro_batch) for micro_batch in micro_batches]
         engine.runner.hooks = replace(engine.runner.hooks, decide=lambda found_inf, count: None, move=move)
 
@@ -209,7 +210,7 @@ def record(
         assumptions.append("compute capability unknown, taken as 8.0: attention kernels and workspaces follow it")
     with ExitStack() as stack:
         stack.enter_context(collector_off())
-        stack.enter_context(random_states())
+        stack.enter_context(random_states.seeded(0))
         if cuda:
             stack.enter_context(
                 cuda_rules.cuda_semantics(capability, lambda cast: recorder.categorise([cast], "autocast"))
@@ -252,7 +253,7 @@ def skeleton(job: Job) -> nn.Module:
     """
     if isinstance(job.model, nn.Module):
         return job.model
-    with random_states(job.seed), _initialisers_off(), Recorder(host_scalars=False):
+    with random_states.seeded(job.seed), _initialisers_off(), Recorder(host_scalars=False):
         return build.build_model(job)
 
 

@@ -4,6 +4,7 @@ Entry points: ``build``, and ``construct`` below it, which also runs under fake 
 bf16 weights, device, optimizer, its master weights, scheduler, engine. Wrapping in DDP or FSDP is left out.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from snugfit import hardware
-from snugfit.errors import DeviceMemoryError, PlanError, SnugfitError
+from snugfit.errors import DeviceMemoryError, PlanError, SnugfitError, UnsupportedError
 from snugfit.jobs import Job
 from snugfit.plans import Plan
 from snugfit.training import admission, bf16_weights, checkpointing, distributed, fingerprint, recovery, windows
@@ -169,6 +170,26 @@ def set_implementation(optimizers: Sequence[torch.optim.Optimizer], implementati
             optimizer.defaults[name] = value
             for group in optimizer.param_groups:
                 group[name] = value
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A copy of a module that shares nothing with it.
+
+    Raises:
+        UnsupportedError: It cannot be copied.
+    """
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:  # whatever the user's classes raise
+        if recovery.is_out_of_memory(error):
+            raise
+        raise UnsupportedError(
+            "the model cannot be copied, and running it would change it",
+            got=f"{type(module).__name__}: {type(error).__name__}: {error}",
+            expected="a module that copy.deepcopy copies",
+            hint="keep results of a forward, locks and open files out of the module's attributes, or pass a function "
+            "that builds it: Job(lambda: MyModel(), ...)",
+        ) from error
 
 
 def _moved(model: nn.Module, device: torch.device) -> nn.Module:

@@ -4,17 +4,18 @@ Entry points: ``is_out_of_memory`` and ``Snapshots``. Gradients need no copy: a 
 smaller in the next attempt is the engine's to say.
 """
 
-import random
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from snugfit.errors import DeviceMemoryError, SnugfitError
 from snugfit.training import buffers as buffer_copies
+from snugfit.training import random_states
 from snugfit.training.buffers import Keeper, Kept
 
 # Anchored beginnings of what is raised as a plain RuntimeError. Only allocation failures: an internal error of a
@@ -47,6 +48,30 @@ def is_out_of_memory(error: BaseException) -> bool:
             return True
         seen = seen.__cause__
     return False
+
+
+@contextmanager
+def memory_errors_named(
+    doing: str, *, hint: str = "let snugfit plan it: snugfit plan TARGET --budget SIZE"
+) -> Iterator[None]:
+    """Turn an out-of-memory error that no engine has named into a ``DeviceMemoryError``.
+
+    Args:
+        doing: For the message: what ran out of memory, ``"training"`` for example.
+        hint: What to do about it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DeviceMemoryError(
+            f"out of memory while {doing}",
+            got=message,
+            expected="a plan whose peak memory is within what the device, or the cap, allows",
+            hint=hint,
+        ) from error
 
 
 def not_retried(error: BaseException, where: str) -> DeviceMemoryError:
@@ -99,7 +124,7 @@ class Snapshots:
     def take(self) -> tuple[dict[str, Any], list[Kept]]:
         """What ``restore`` needs."""
         self._latest = self._keeper.take(self._model.modules())
-        return random_states(self._device), self._latest
+        return random_states.take(self._device), self._latest
 
     def buffers(self) -> list[Kept]:
         """What ``restore_buffers`` needs: what ``take`` has just copied, if it was called for this window."""
@@ -124,7 +149,7 @@ class Snapshots:
             DeviceMemoryError: A buffer changed that the window before had left as it was.
         """
         states, kept = snapshot
-        set_random_states(states, self._device)
+        random_states.restore(states, self._device)
         changed = buffer_copies.restore(kept)
         if changed:
             raise DeviceMemoryError(
@@ -134,33 +159,3 @@ class Snapshots:
                 expected="buffers that change in every window or in none",
                 hint="start again from a saved state with a smaller micro_batch_size",
             )
-
-
-def random_states(device: torch.device) -> dict[str, Any]:
-    """States of the random generators that a training step may draw from, as those give them."""
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-    }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def saved_random_states(device: torch.device) -> dict[str, Any]:
-    """The same as tensors and built-in values only, to be written to a file."""
-    states = random_states(device)
-    kind, keys, *rest = states["numpy"]
-    return {**states, "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest)}
-
-
-def set_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Set what ``random_states`` or ``saved_random_states`` read."""
-    torch.set_rng_state(states["torch"])
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.asarray(keys).astype(np.uint32), *rest))
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)

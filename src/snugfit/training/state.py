@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from snugfit.errors import PlanError
-from snugfit.training import recovery, updates
+from snugfit.training import random_states, updates
 from snugfit.training.precision import Scaler
 from snugfit.training.weighting import Number
 
@@ -49,7 +49,7 @@ def collect(parts: Parts, progress: Progress, with_model: bool) -> dict[str, Any
         "schedulers": [scheduler.state_dict() for scheduler in parts.schedulers],
         "scaler": None if parts.scaler is None else parts.scaler.state_dict(),
         "progress": asdict(progress),
-        "random": recovery.saved_random_states(parts.device),
+        "random": random_states.saved(parts.device),
     }
     return {"model": parts.model.state_dict(), **state} if with_model else state
 
@@ -86,4 +86,4 @@ def load(parts: Parts, progress: Progress, state: Mapping[str, Any]) -> None:
         parts.scaler.load_state_dict(state["scaler"])
     for field in fields(progress):
         setattr(progress, field.name, state["progress"][field.name])
-    recovery.set_random_states(state["random"], parts.device)
+    random_states.restore(state["random"], parts.device)

@@ -84,7 +84,7 @@ class Update:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The model's parameters that this optimizer trains."""
-        return [parameter for _, parameter in self._pairs()]
+        return [parameter for _, parameter in self.pairs()]
 
     def step(self) -> None:
         """Update the model's parameters from their gradients; those without one stay."""
@@ -94,7 +94,7 @@ class Update:
         _adopt(self.optimizer, self._weights, {})
         for held, parameter in self._masters().values():
             self._weights.follow(held, parameter)
-        pairs = [(held, parameter) for held, parameter in self._pairs() if parameter.grad is not None]
+        pairs = [(held, parameter) for held, parameter in self.pairs() if parameter.grad is not None]
         for held, parameter in pairs:
             if held is not parameter:
                 held.grad, parameter.grad = parameter.grad, None
@@ -145,9 +145,10 @@ class Update:
         if self._weights is None or self._weights.method != "master-weights":
             return {}
         _adopt(self.optimizer, self._weights, {})
-        return {place: pair for place, pair in enumerate(self._pairs()) if pair[0] is not pair[1]}
+        return {place: pair for place, pair in enumerate(self.pairs()) if pair[0] is not pair[1]}
 
-    def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    def pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """What the optimizer holds, and the parameter of the model that it stands for; mostly the same."""
         behind = {} if self._weights is None else self._weights.behind
         for group in self.optimizer.param_groups:
             for held in group["params"]:

@@ -17,9 +17,9 @@ from snugfit import hardware
 from snugfit.errors import PlanError
 from snugfit.jobs import Job
 from snugfit.plans import Plan
-from snugfit.training import build, checkpointing, example, recovery, updates
+from snugfit.training import build, checkpointing, example, random_states, recovery, updates
 from snugfit.training.checking import full_batch, hazards, repetition
-from snugfit.training.checking.comparison import Bench, copied, seeded
+from snugfit.training.checking.comparison import Bench
 from snugfit.training.checking.full_batch import Comparison
 from snugfit.training.checking.hazards import Hazard as Hazard
 from snugfit.training.checking.repetition import Repetition
@@ -128,7 +128,7 @@ def check(job: Job, plan: Plan, device: str | hardware.Device = "auto") -> Check
         )
     target = build.present(device).torch_device
     alone = replace(plan, batch_size=plan.samples_per_rank, world_size=1, shard="none", sync="window", uneven=False)
-    with _undisturbed(job.model), seeded(job.seed, target):
+    with _undisturbed(job.model), random_states.seeded(job.seed, target):
         template = job.model if isinstance(job.model, nn.Module) else build.build_model(job)
         template = checkpointing.unwrapped(template)
         batch = example.example_batch(job, alone.samples_per_rank)
@@ -183,7 +183,7 @@ def _admitted(
         PlanError: Training would be refused.
         UnsupportedError: Training would be refused.
     """
-    model = copied(template)
+    model = build.copied(template)
     precision = plan.precision if accepts_weights else "32-true"
     engine = build.construct(replace(job, model=lambda: model), replace(plan, precision=precision), device)
     held = {id(p) for optimizer in engine.optimizers for p in updates.of(optimizer).parameters}

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from snugfit.errors import PlanError, SnugfitError, UnsupportedError
+from snugfit.errors import PlanError, SnugfitError
 from snugfit.jobs import Count, Job, Loss, LossScale
 from snugfit.plans import Plan
-from snugfit.training import build, norms, recovery, splitting, torch_private
+from snugfit.training import build, norms, random_states, recovery, splitting, torch_private
 from snugfit.training.checking.observing import ModuleNames, Observer
 
 COMPARED = "compared"
@@ -126,7 +126,7 @@ class Bench:
         """
         trial, steady = Trial(), torch_private.Steady()
         with ExitStack() as stack:
-            stack.enter_context(seeded(self.job.seed, self.device))
+            stack.enter_context(random_states.seeded(self.job.seed, self.device))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             stack.enter_context(_default_dtype(setting.dtype))
@@ -139,7 +139,7 @@ class Bench:
                     stack.enter_context(around_model(engine.model))
                 around = around_checkpoints or _unwatched
                 stack.enter_context(torch_private.checkpoint_calls(around, plain=not setting.recomputes))
-                outside = random.getstate(), numpy_state()
+                outside = random.getstate(), random_states.numpy_state()
                 stack.enter_context(steady if setting.is_steady else nullcontext())
                 result = engine.runner.run(_copied(parts), counts)
                 trial.reason, trial.loss, trial.count = result.reason, float(result.loss), float(result.count)
@@ -162,7 +162,7 @@ class Bench:
         observer: Observer | None,
         on_loss: Callable[[Any], None] | None,
     ) -> Any:
-        model = copied(self._template)
+        model = build.copied(self._template)
         if setting.dtype is not None:
             model = model.double() if setting.dtype == torch.float64 else model.float()
         if not setting.keeps_batch_norms:
@@ -236,44 +236,6 @@ class Bench:
         engine.runner.hooks = replace(own, move=move, decide=decide)
 
 
-def copied(module: nn.Module) -> nn.Module:
-    """A copy of a module that shares nothing with it.
-
-    Raises:
-        UnsupportedError: It cannot be copied.
-    """
-    try:
-        return copy.deepcopy(module)
-    except Exception as error:  # whatever the user's classes raise
-        if recovery.is_out_of_memory(error):
-            raise
-        raise UnsupportedError(
-            "the model cannot be copied, and running it would change it",
-            got=f"{type(module).__name__}: {type(error).__name__}: {error}",
-            expected="a module that copy.deepcopy copies",
-            hint="keep results of a forward, locks and open files out of the module's attributes",
-        ) from error
-
-
-@contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed Python's, numpy's and torch's random states, and put them back as they were."""
-    states = recovery.random_states(device)
-    module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-    own = None if module is None else module.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed all devices
-    if module is not None:
-        module.manual_seed(seed)
-    try:
-        yield
-    finally:
-        recovery.set_random_states(states, device)
-        if module is not None:
-            module.set_rng_state(own)
-
-
 def losses_of(value: Any) -> Iterable[Tensor]:
     """The tensors of what a loss function returned."""
     for one in value if isinstance(value, (list, tuple)) else [value]:
@@ -298,13 +260,7 @@ def _unwatched(call: torch_private.CheckpointCall) -> Callable[[], None]:
 
 def _drawn_outside(before: tuple[Any, Any]) -> set[str]:
     moved = set() if random.getstate() == before[0] else {"python"}
-    return moved if numpy_state() == before[1] else moved | {"numpy"}
-
-
-def numpy_state() -> tuple[bytes, int]:
-    """Numpy's random state in a form that can be compared."""
-    _, keys, position, *_ = np.random.get_state()
-    return np.asarray(keys).tobytes(), int(position)
+    return moved if random_states.numpy_state() == before[1] else moved | {"numpy"}
 
 
 @contextmanager

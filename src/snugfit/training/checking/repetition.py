@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from snugfit.errors import DeviceMemoryError
+from snugfit.training import random_states
 from snugfit.training.checking import hazards, side_effects
 from snugfit.training.checking.agreement import Tolerance, errors
-from snugfit.training.checking.comparison import Bench, Setting, Trial, numpy_state, raised
+from snugfit.training.checking.comparison import Bench, Setting, Trial, raised
 from snugfit.training.checking.hazards import Hazard
 from snugfit.training.checking.observing import ModuleNames, Observer
 from snugfit.training.torch_private import CheckpointCall
@@ -106,7 +107,7 @@ class _Replays:
         own = torch.get_rng_state()
         if self.device.type == "cuda":
             own = torch.cat([own, torch.cuda.get_rng_state(self.device)])
-        return own, random.getstate(), numpy_state()
+        return own, random.getstate(), random_states.numpy_state()
 
 
 def compare(

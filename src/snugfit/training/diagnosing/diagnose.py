@@ -4,24 +4,20 @@ Entry point: ``diagnose``. What is found out about the window is ``diagnosis``'s
 that ``saved_window`` reads. Nothing of the user's is changed.
 """
 
-import copy
 import math
 import os
-import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from snugfit import hardware
-from snugfit.errors import DeviceMemoryError, PlanError, SnugfitError, UnsupportedError
+from snugfit.errors import PlanError
 from snugfit.jobs import Job
 from snugfit.plans import Plan
-from snugfit.training import build, example, recovery
+from snugfit.training import build, example, random_states, recovery
 from snugfit.training.diagnosing import diagnosis, rerun, saved_window
 from snugfit.training.diagnosing.diagnosis import Diagnosis
 from snugfit.training.engine import Engine
@@ -66,9 +62,12 @@ def diagnose(
     target = build.present(device)
     saved = None if window is None else saved_window.load(window)
     job = replace(job, nonfinite="skip", max_skipped_windows=_NEVER)
-    with _seeded(job.seed, target.torch_device), _memory_errors_named():
+    naming = recovery.memory_errors_named(
+        "diagnosing", hint="use a smaller micro_batch_size, which does not change the window's gradient"
+    )
+    with random_states.seeded(job.seed, target.torch_device), naming:
         if isinstance(job.model, nn.Module):
-            job = replace(job, model=_copied(job.model))
+            job = replace(job, model=build.copied(job.model))
         engine = build.construct(job, plan, target.torch_device)
         try:
             if saved is None:
@@ -154,45 +153,3 @@ def _batches(job: Job, plan: Plan, steps: int) -> Iterator[Any]:
             expected="at least one full batch",
             hint="look at what data() returns; a generator must be made anew at each call",
         )
-
-
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the random states, and put them back as they were."""
-    states = recovery.random_states(device)
-    try:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
-        yield
-    finally:
-        recovery.set_random_states(states, device)
-
-
-@contextmanager
-def _memory_errors_named() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, SnugfitError) or not recovery.is_out_of_memory(error):
-            raise
-        raise DeviceMemoryError(
-            "the device ran out of memory during the diagnosis",
-            got=f"{type(error).__name__}: {error}",
-            expected="memory for the job as the plan runs it, and for one operation's check beside it",
-            hint="use a smaller micro_batch_size, which does not change the window's gradient",
-        ) from error
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        if recovery.is_out_of_memory(error):
-            raise
-        raise UnsupportedError(
-            "the given module cannot be copied, and a diagnosis may not change it",
-            got=f"{type(error).__name__}: {error}",
-            expected="a module that copy.deepcopy copies",
-            hint="pass a function that builds it: Job(lambda: MyModel(), ...)",
-        ) from error

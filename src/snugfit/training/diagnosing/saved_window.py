@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from snugfit.errors import BatchError, NonFiniteError, PlanError, SnugfitError
-from snugfit.training import nonfinite, recovery
+from snugfit.training import nonfinite, random_states
 from snugfit.training.diagnosing import rerun
 from snugfit.training.diagnosing.rerun import Suspect
 
@@ -74,7 +74,7 @@ class SavedWindow:
                 parameter.copy_(self.parameters[name])
             for name, buffer in model.named_buffers():
                 buffer.copy_(self.buffers[name])
-        recovery.set_random_states(dict(self.random), device)
+        random_states.restore(dict(self.random), device)
 
 
 def save(path: str | os.PathLike[str], suspect: Suspect) -> None:
@@ -95,7 +95,7 @@ def save(path: str | os.PathLike[str], suspect: Suspect) -> None:
             "loss_scale": suspect.loss_scale,
             "precision": suspect.precision,
             "reference": suspect.settings["reference"],
-            "random": recovery.saved_random_states(suspect.device),
+            "random": random_states.saved(suspect.device),
             "parameters": {name: tensor.detach() for name, tensor in model.named_parameters()},
             "buffers": {name: tensor.detach() for name, tensor in model.named_buffers()},
         }
