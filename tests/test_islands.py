@@ -1,4 +1,5 @@
 import copy
+import os
 import subprocess
 import sys
 import textwrap
@@ -285,7 +286,7 @@ UNDER_DDP = """
 
 def test_under_ddp_names_are_those_of_the_plain_module(tmp_path):
     program = textwrap.dedent(UNDER_DDP).format(tests=str(Path(__file__).parent), store=tmp_path / "store")
-    environment = {"GLOO_SOCKET_IFNAME": "lo", "PATH": "/usr/bin:/bin"}
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     run = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment, check=False
     )

@@ -6,7 +6,7 @@ OpenMP) take from the heap past torch's allocator, and the heap's own overhead.
 """
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,7 @@
 """What is not public in torch and that the training room needs: constant random numbers, and torch's checkpoint calls.
 
-Entry points: ``Steady`` and ``checkpoint_calls``, used by checks only, and ``in_backward``. ``tests/test_check.py`` and
-``tests/test_running_statistics.py`` hold a canary for each.
+Entry points: ``Steady`` and ``checkpoint_calls``, used by checks only, and ``in_backward``.
+``tests/test_check_canaries.py`` and ``tests/test_running_statistics.py`` hold a canary for each.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,6 +16,8 @@ from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _HALF = 0.5
+_GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+"What runs before and after a checkpointed forward: since torch 2.14, and before."
 
 
 class Steady(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -133,15 +135,21 @@ def checkpoint_calls(around: Callable[[CheckpointCall], Callable[[], None]], *, 
         around: Called before a checkpointed forward; what it returns is called right after it.
         plain: Whether nothing is recomputed: every checkpointed function is then called as it is.
     """
-    original, reentrant = _checkpoint._checkpoint_without_reentrant_generator, _checkpoint.CheckpointFunction
+    reentrant = _checkpoint.CheckpointFunction
+    name = next(name for name in _GENERATORS if hasattr(_checkpoint, name))
+    original = getattr(_checkpoint, name)
+    takes_tuple = name == _GENERATORS[0]
 
-    def watched(function: Any, preserve: bool, *args: Any, **kwargs: Any) -> Iterator[None]:
-        # four more settings of torch's precede the function's own arguments
-        after = around(CheckpointCall(function, bool(preserve), (*args[4:], *kwargs.values())))
+    def watched(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        if takes_tuple:
+            arguments, preserve = (*args[0], *args[1].values()), kwargs.get("preserve_rng_state", True)
+        else:  # five settings of torch's precede the function's own arguments
+            arguments, preserve = (*args[5:], *kwargs.values()), args[0]
+        after = around(CheckpointCall(function, bool(preserve), arguments))
         if plain:
             yield
         else:
-            yield from original(function, preserve, *args, **kwargs)
+            yield from original(function, *args, **kwargs)
         after()
 
     class Reentrant:
@@ -153,7 +161,7 @@ def checkpoint_calls(around: Callable[[CheckpointCall], Callable[[], None]], *, 
             return result
 
     with (
-        mock.patch.object(_checkpoint, "_checkpoint_without_reentrant_generator", watched),
+        mock.patch.object(_checkpoint, name, watched),
         mock.patch.object(_checkpoint, "CheckpointFunction", Reentrant),
     ):
         yield

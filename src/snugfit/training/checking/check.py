@@ -7,7 +7,7 @@ states stay as they are, for only copies run. Several ranks are checked as one.
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from snugfit.training.checking.comparison import Bench
 from snugfit.training.checking.full_batch import Comparison
 from snugfit.training.checking.hazards import Hazard as Hazard
 from snugfit.training.checking.repetition import Repetition
+from snugfit.training.diagnosing.diagnosis import plain
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -90,12 +91,7 @@ class CheckReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as built-in values, ready for JSON; None for a number that is not finite."""
-        values = {name: getattr(self, name) for name in self.__slots__}
-        values = {name: _finite(value) if isinstance(value, float) else value for name, value in values.items()}
-        values["hazards"] = [{"kind": h.kind, "module": h.module, "message": h.message} for h in self.hazards]
-        values["by_module"] = {name: _finite(error) for name, error in self.by_module.items()}
-        values["assumptions"] = list(self.assumptions)
-        return values
+        return {name: plain(value) for name, value in asdict(self).items()}
 
 
 def check(job: Job, plan: Plan, device: str | hardware.Device = "auto") -> CheckReport:
@@ -225,7 +221,3 @@ def _undisturbed(model: Any) -> Iterator[None]:
         for module, mode in modes:
             module.training = mode
         snapshots.restore(before)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

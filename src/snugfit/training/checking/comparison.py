@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from snugfit.errors import PlanError, SnugfitError
+from snugfit.errors import DeviceMemoryError, PlanError, SnugfitError
 from snugfit.jobs import Count, Job, Loss, LossScale
 from snugfit.plans import Plan
 from snugfit.training import build, norms, random_states, recovery, splitting, torch_private
@@ -50,8 +50,10 @@ class Trial:
     loss: float = float("nan")
     count: float = float("nan")
     reason: str | None = None
+    "Why it made no update: ``COMPARED``, or what the engine says."
     error: Exception | None = None
     failed_in: str = ""
+    "Module in which it was raised, where an observer watched."
     state: Any = None
     "What ``look`` made of the model afterwards."
     changed: list[str] = field(default_factory=list)
@@ -78,6 +80,7 @@ class Bench:
         job: Its model is never run, only copies of it.
         plan: For one rank.
         device: Where.
+        template: The model, of which each window gets a copy.
         owned: Names of the parameters that the job's optimizers hold.
     """
 
@@ -252,6 +255,22 @@ def raised(error: Exception, doing: str) -> SnugfitError:
         expected="a loss for every micro-batch",
         hint="call job.loss(model, micro_batch) by itself to see where it fails",
     )
+
+
+def too_large(error: Exception | None, what: str) -> DeviceMemoryError:
+    """The named error for something of a job that has to fit the device to be checked, and does not."""
+    return DeviceMemoryError(
+        f"{what} does not fit the device while the job is checked",
+        got=short(error),
+        expected="memory for two copies of the model, its gradients and one micro-batch",
+        hint="check a smaller model or micro_batch_size: faults of a job do not depend on its size",
+    )
+
+
+def short(error: Exception | None) -> str:
+    """An error in one line."""
+    message = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {message[0][:160] if message else 'no message'}"
 
 
 def _unwatched(call: torch_private.CheckpointCall) -> Callable[[], None]:

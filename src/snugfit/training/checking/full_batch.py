@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from snugfit.errors import DeviceMemoryError, PlanError
+from snugfit.errors import PlanError
 from snugfit.training.checking import coupling, hazards
 from snugfit.training.checking.agreement import PARTLY_FLOAT32, TOLERANCES, Tolerance, errors, loss_error
-from snugfit.training.checking.comparison import Bench, Setting, Trial, losses_of, raised
+from snugfit.training.checking.comparison import Bench, Setting, Trial, losses_of, raised, short, too_large
 from snugfit.training.checking.hazards import Hazard
 from snugfit.training.checking.observing import Division, ModuleNames, Observer
 
@@ -97,11 +97,10 @@ def compare(bench: Bench, batch: Any, model: nn.Module) -> Comparison:
         )
     if whole is not None and whole <= size:
         size = max(whole // 2, 1)
-    parts, counts = bench.cut(batch, size)
-    split = bench.run(parts, counts, setting, observer=watched[1].observer, on_loss=watched[1].note)
+    split = bench.run(*bench.cut(batch, size), setting, observer=watched[1].observer, on_loss=watched[1].note)
     if split.error is not None:
         if split.ran_out_of_memory:
-            raise _too_large(split.error, size) from split.error
+            raise too_large(split.error, f"a micro-batch of {size} samples") from split.error
         raise raised(split.error, f"with micro_batch_size={size}, though not with the whole batch") from split.error
     result.tolerance = _tolerance((one.observer.lowest for one in watched), setting)
     _say_what_was_random(full.drawn | split.drawn, result)
@@ -118,7 +117,7 @@ def compare(bench: Bench, batch: Any, model: nn.Module) -> Comparison:
         result.hazards += _reasons(bench, batch, size, full, split, setting, result)
         if any(hazard.kind == "sum-returned-as-mean" for hazard in result.hazards):  # which no division mends
             result.hazards = [hazard for hazard in result.hazards if hazard.kind != "double-division"]
-    elif result.hazards and any(hazard.kind == "batch-norm" for hazard in result.hazards):
+    elif any(hazard.kind == "batch-norm" for hazard in result.hazards):
         result.assumptions.append("on this batch BatchNorm made no difference")
     else:
         _compare_ragged(bench, batch, size, setting, result)
@@ -155,32 +154,34 @@ def _reference(
                 break
     assert last is not None
     if Trial(error=last).ran_out_of_memory:
-        raise _too_large(last, bench.plan.micro_batch_size) from last
+        raise too_large(last, f"a micro-batch of {bench.plan.micro_batch_size} samples") from last
     raise raised(last, "with the whole batch") from last
 
 
 def _settings(bench: Bench, model: nn.Module) -> Iterator[tuple[Setting, list[int | None]]]:
     """Ways to run the full batch, the finest first, and the micro-batch sizes to try where it does not fit."""
-    plan, whole = bench.plan, [None]
+    plan = bench.plan
     smaller: list[int] = []
-    while (smaller[-1] if smaller else plan.samples_per_rank) > plan.micro_batch_size:
-        smaller.append(max(-(-(smaller[-1] if smaller else plan.samples_per_rank) // 2), plan.micro_batch_size))
+    size = plan.samples_per_rank
+    while size > plan.micro_batch_size:
+        size = max(-(-size // 2), plan.micro_batch_size)
+        smaller.append(size)
     finest = Setting(precision="32-true", dtype=torch.float64, is_steady=True)
     if sum(parameter.numel() for parameter in model.parameters()) <= _MAX_FLOAT64 and bench.device.type != "mps":
-        yield finest, [*whole]
+        yield finest, [None]
     single = replace(finest, dtype=torch.float32)
     if plan.recompute:
-        yield single, [*whole]
+        yield single, [None]
         single = replace(single, recomputes=True)
-    yield single, [*whole, *smaller]
-    yield replace(single, precision=plan.precision, dtype=None), [*whole, *smaller]
+    yield single, [None, *smaller]
+    yield replace(single, precision=plan.precision, dtype=None), [None, *smaller]
 
 
 def _remarks(setting: Setting, size: int | None, bench: Bench, last: Exception | None) -> list[str]:
     found = []
     if setting.dtype != torch.float64:
         where = "in the plan's precision" if setting.dtype is None else "in float32"
-        why = f": what was tried before raised {_short(last)}" if last is not None else ""
+        why = f": what was tried before raised {short(last)}" if last is not None else ""
         with_recompute = ", with recomputation" if setting.recomputes else ""
         found.append(f"split and full batch were compared {where}{with_recompute}{why}")
     if size is not None and size > bench.plan.micro_batch_size:
@@ -207,8 +208,7 @@ def _reasons(
     """Why a split differs; something is always named."""
     if any(hazard.kind == "batch-norm" for hazard in result.hazards):
         setting = replace(setting, keeps_batch_norms=False)
-        parts, counts = bench.cut(batch, size)
-        full, split = bench.run(*bench.cut(batch, None), setting), bench.run(parts, counts, setting)
+        full, split = bench.run(*bench.cut(batch, None), setting), bench.run(*bench.cut(batch, size), setting)
         if coupling.agree(full, split, result.tolerance):
             result.assumptions.append("with BatchNorm in evaluation mode the split is exact (tried)")
             return []
@@ -318,17 +318,3 @@ def _not_finite(trial: Trial, what: str) -> Hazard:
         "finite, though the batch is; a mean over nothing (all labels ignored) is NaN; snugfit.diagnose(job, plan) "
         "names the operation",
     )
-
-
-def _too_large(error: Exception, size: int) -> DeviceMemoryError:
-    return DeviceMemoryError(
-        "a micro-batch of the plan does not fit the device while it is checked",
-        got=f"micro_batch_size={size}; {_short(error)}",
-        expected="memory for two copies of the model, its gradients and one micro-batch",
-        hint="check a smaller micro_batch_size of the same job: weights are the same, and so are its faults",
-    )
-
-
-def _short(error: Exception | None) -> str:
-    message = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {message[0][:160] if message else 'no message'}"

@@ -1,22 +1,21 @@
 """What would make a job train wrongly although it runs, found by looking: at layers, weights, types and data.
 
-Entry points: ``Hazard`` and one function per place that is looked at. What has to be run to be found is ``check``'s
-and ``coupling``'s.
+Entry points: ``Hazard`` and one function per place that is looked at. What has to be run to be found is
+``full_batch``'s and ``repetition``'s.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from snugfit.plans import Plan
 from snugfit.training import norms, splitting
 from snugfit.training.checking.observing import Division, OutOfRange
 from snugfit.training.diagnosing import ranges
+from snugfit.training.islands import HALF
 
-_HALF = (torch.float16, torch.bfloat16)
 _MASKING = ("add", "sub", "mul", "where", "masked_fill", "to", "half", "type", "type_as", "full_like")
 _MIXED = ("16-mixed", "bf16-mixed")
 
@@ -65,7 +64,7 @@ def of_half_weights(model: nn.Module, plan: Plan) -> list[Hazard]:
             f"model.get_parameter({name!r}).data = model.get_parameter({name!r}).data.float()",
         )
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.dtype in _HALF
+        if parameter.requires_grad and parameter.dtype in HALF
     ]
 
 
@@ -75,13 +74,13 @@ def of_data(batch: Any) -> list[Hazard]:
     for path, tensor in splitting.named_tensors(batch):
         level = ranges.badness(tensor)
         if level:
-            number = int((~torch.isfinite(tensor)).sum())
             message = (
-                f"{path} holds {number} of {tensor.numel()} values that are {('inf', 'NaN or inf')[level - 1]}: every "
-                "gradient of its micro-batch is lost; clean the data, or mask such samples"
+                f"{path} holds {ranges.num_bad(tensor)} of {tensor.numel()} values that are "
+                f"{('inf', 'NaN or inf')[level - 1]}: every gradient of its micro-batch is lost; clean the data, or "
+                "mask such samples"
             )
-            nan, infinite = Hazard("non-finite-data", "", message), Hazard("infinite-data", "", message)
-            found.append(nan if level == 2 else infinite)
+            has_nan = level == 2
+            found.append(Hazard("non-finite-data", "", message) if has_nan else Hazard("infinite-data", "", message))
     return found
 
 

@@ -19,7 +19,8 @@ from snugfit.training.checking.comparison import Bench, Setting
 LOSS_FUNCTION = "loss function"
 _VISIBLE = 1e-3
 "Relative; what is smaller is rounding, in any type."
-_ELSEWHERE = 1e-6
+_UNMOVED = 1e-6
+"Relative; gradients that differ by less did not notice that other outputs were moved."
 _FAR = 10.0
 "How far outputs are moved, in their own size: far enough for a maximum to change hands."
 
@@ -30,7 +31,7 @@ class _Outputs:
 
     number: int
     rows: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    "(module, its how manieth call) to one number per sample, in the order in which calls end."
+    "(module, which of its calls) to one number per sample, in the order in which calls end."
     given: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     "The same of their first inputs."
     calls: dict[str, int] = field(default_factory=dict)
@@ -128,7 +129,7 @@ def _moved(output: Tensor, share: float, moves_first: bool) -> Tensor:
 
 def _alike(first: Tensor, second: Tensor) -> bool:
     scale = max(float(first.abs().max()), float(second.abs().max()))
-    return float((first - second).abs().max()) <= _ELSEWHERE * scale
+    return float((first - second).abs().max()) <= _UNMOVED * scale
 
 
 def _run(

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from snugfit.training.diagnosing.operations import leaves
 from snugfit.training.diagnosing.ranges import badness, largest, type_name
+from snugfit.training.islands import HALF
 
-_HALF = (torch.float16, torch.bfloat16)
 _LINEAR = ("ToCopy", "Clone", "Alias", "View", "Squeeze", "Unsqueeze", "Mean", "Sum")
 _SOFTMAX = ("softmax", "log_softmax")
 _DIVISIONS = {"div", "div_", "truediv", "itruediv", "divide", "divide_", "true_divide"}
@@ -97,7 +98,7 @@ class ModuleNames:
     def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._stack:
             name = self._stack.pop()
-            self._find_functions((leaf for leaf in _leaves(output) if isinstance(leaf, Tensor)), name)
+            self._find_functions((leaf for leaf in leaves(output) if isinstance(leaf, Tensor)), name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,19 +148,19 @@ class Observer(TorchFunctionMode):
         "The coarsest type in which something that is trained on was computed."
         self.out_of_range: dict[tuple[str, str], OutOfRange] = {}
         self.failed_in = ""
-        "Module and operation that raised last."
+        "Module in which an operation raised last."
         self._divisions: dict[Any, Division] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = list(_leaves((args, kwargs))) if self._watches_ranges else []
+        inputs = list(leaves((args, kwargs))) if self._watches_ranges else []
         before = max((_level(leaf) for leaf in inputs), default=0)
         try:
             result = func(*args, **kwargs)
         except Exception:
             self.failed_in = self._names.present
             raise
-        for output in _leaves(result):
+        for output in leaves(result):
             if isinstance(output, Tensor) and output.requires_grad:
                 kind = output.dtype.to_real()
                 if torch.finfo(kind).eps > torch.finfo(self.lowest).eps:
@@ -226,24 +227,13 @@ class Observer(TorchFunctionMode):
         if op in _SOFTMAX and after == 2 and before < 2:
             what = "a row whose inputs are all -inf: its result is NaN"
             self.out_of_range.setdefault((where, op), OutOfRange(where, op, type_name(output), True, what))
-        elif before == 0 and output.dtype in _HALF and any(isinstance(leaf, Tensor) for leaf in inputs):
+        elif before == 0 and output.dtype in HALF and any(isinstance(leaf, Tensor) for leaf in inputs):
             limit = torch.finfo(output.dtype).max
             numbers = [abs(leaf) for leaf in inputs if isinstance(leaf, (int, float))]
             size = max([largest(leaf for leaf in inputs if isinstance(leaf, Tensor)), *numbers])
             what = f"{('', 'inf', 'NaN')[after]} out of finite values up to {size:.5g} ({type_name(output)} ends at "
             what += f"{limit:.5g})"
             self.out_of_range.setdefault((where, op), OutOfRange(where, op, type_name(output), False, what))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, (Tensor, float, int)) and not isinstance(value, bool):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _leaves(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _leaves(one)
 
 
 def _level(leaf: Any) -> int:

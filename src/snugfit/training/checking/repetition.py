@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from snugfit.errors import DeviceMemoryError
 from snugfit.training import random_states
 from snugfit.training.checking import hazards, side_effects
 from snugfit.training.checking.agreement import Tolerance, errors
-from snugfit.training.checking.comparison import Bench, Setting, Trial, raised
+from snugfit.training.checking.comparison import Bench, Setting, Trial, raised, short, too_large
 from snugfit.training.checking.hazards import Hazard
 from snugfit.training.checking.observing import ModuleNames, Observer
+from snugfit.training.diagnosing.operations import leaves
 from snugfit.training.torch_private import CheckpointCall
 
 _MAX_MICRO_BATCHES = 4
@@ -51,14 +51,12 @@ class _Replays:
 
     names: ModuleNames
     device: torch.device
-    number: int = 0
     hazards: dict[tuple[str, str], Hazard] = field(default_factory=dict)
 
     def around(self, call: CheckpointCall) -> Callable[[], None]:
         """Look at what a checkpointed forward is given, and afterwards at what it did."""
-        self.number += 1
         module = self.names.called(call.function)
-        tensors = [value for value in _flat(call.arguments) if isinstance(value, Tensor)]
+        tensors = [value for value in leaves(call.arguments) if isinstance(value, Tensor)]
         versions = [tensor._version for tensor in tensors]
         states = self._states()
         cache = next((value for value in call.arguments if _is_cache(value)), None)
@@ -140,8 +138,8 @@ def compare(
         result.assumptions.append(f"{plan.precision} does not accept this model: the rest was run in float32")
     names = ModuleNames()
     observer = Observer(names, watches_ranges=True)
-    calls = _Replays(names, bench.device)
-    parts, counts, first = _first(bench, batch, setting, observer, names, calls, result)
+    checkpointed: list[str] = []
+    parts, counts, first = _first(bench, batch, setting, observer, names, checkpointed, result)
     result.hazards += hazards.of_ranges(observer.out_of_range.values(), setting.precision)
     if first.error is not None and setting.precision != "32-true":
         result.hazards += _failures(first, custom_functions, setting.precision)
@@ -166,7 +164,7 @@ def compare(
     result.repeat_error, by_module = errors(first.gradients, again.gradients, result.tolerance.floor)
     if not all(error <= result.tolerance.relative for error in by_module.values()):
         result.hazards.append(_unlike(by_module))
-    if not plan.recompute and not calls.number:
+    if not plan.recompute and not checkpointed:
         result.recompute_error = 0.0
         result.assumptions.append("nothing is recomputed")
         return result
@@ -180,10 +178,15 @@ def _first(
     setting: Setting,
     observer: Observer,
     names: ModuleNames,
-    calls: _Replays,
+    checkpointed: list[str],
     result: Repetition,
 ) -> tuple[Sequence[Any], Sequence[float], Trial]:
-    """The first run, of micro-batches that fit without recomputation."""
+    """The first run, of micro-batches that fit without recomputation; notes what the model itself checkpoints."""
+
+    def note(call: CheckpointCall) -> Callable[[], None]:
+        checkpointed.append(names.called(call.function))
+        return lambda: None
+
     size = bench.plan.micro_batch_size
     while True:
         parts, counts = bench.cut(batch, size)
@@ -196,14 +199,14 @@ def _first(
             setting,
             observer=observer,
             names=names,
-            around_checkpoints=lambda call: _counted(calls),
+            around_checkpoints=note,
             around_model=_remembering,
             look=_left_behind,
         )
         if not trial.ran_out_of_memory:
             break
         if size == 1:
-            raise _too_large(trial) from trial.error
+            raise too_large(trial.error, "a single sample without recomputation") from trial.error
         size = -(-size // 2)
         result.assumptions.append(f"without recomputation only {size} samples fit: those were compared")
     if len(parts) < bench.plan.accumulation_steps and size == bench.plan.micro_batch_size:
@@ -251,7 +254,7 @@ def _recomputed(
     result.hazards += replays.hazards.values()
     if trial.error is not None:
         if trial.ran_out_of_memory:
-            raise _too_large(trial) from trial.error
+            raise too_large(trial.error, "the window with recomputation") from trial.error
         if not replays.hazards:
             result.hazards.append(
                 Hazard(
@@ -300,14 +303,9 @@ def _left_behind(model: nn.Module) -> tuple[dict[Any, Any], dict[Any, Any]]:
     return side_effects.state(model), side_effects.change(before, side_effects.outside(model))
 
 
-def _counted(calls: _Replays) -> Callable[[], None]:
-    calls.number += 1
-    return lambda: None
-
-
 def _failures(trial: Trial, custom_functions: Mapping[str, tuple[type, str]], precision: str) -> list[Hazard]:
     """What a loss that raises under mixed precision, though not in float32, shows."""
-    text = f"{type(trial.error).__name__}: {str(trial.error).strip().splitlines()[0][:300]}"
+    text = short(trial.error)
     if "without overflow" in text:
         return [
             Hazard(
@@ -357,28 +355,8 @@ def _unlike(by_module: dict[str, float]) -> Hazard:
     )
 
 
-def _too_large(trial: Trial) -> DeviceMemoryError:
-    return DeviceMemoryError(
-        "the window does not fit the device while it is checked",
-        got=f"{type(trial.error).__name__}: {str(trial.error).strip().splitlines()[0][:200]}",
-        expected="memory for two copies of the model, its gradients and one micro-batch",
-        hint="check a smaller model or micro_batch_size: faults of a job do not depend on its size",
-    )
-
-
 def _place(module: str) -> str:
     return f"module {module!r}" if module else "the model itself"
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flat(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _flat(item)
-    else:
-        yield value
 
 
 def _is_cache(value: Any) -> bool:

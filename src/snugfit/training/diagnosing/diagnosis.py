@@ -67,7 +67,7 @@ class Diagnosis:
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as built-in values; what is not finite is written as None, which JSON has."""
-        return {name: _plain(value) for name, value in asdict(self).items()}
+        return {name: plain(value) for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
         lines = [] if self.is_finite else [f"first value that is not finite: {self._place()}"]
@@ -172,11 +172,12 @@ def _underflow(suspect: Suspect, beginning: Any) -> dict[str, Any]:
     return {"underflow": rows[0], "underflow_fraction": lost / total}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value with lists for tuples and None for numbers that are not finite, as JSON has it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
+        return {name: plain(one) for name, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [plain(one) for one in value]
     return value

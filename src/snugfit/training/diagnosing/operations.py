@@ -43,8 +43,8 @@ def name(func: Any) -> str:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Tensors and floating point numbers among arguments or results."""
-    if isinstance(value, (Tensor, float)):
+    """Tensors and numbers among arguments or results."""
+    if isinstance(value, (Tensor, float, int)) and not isinstance(value, bool):
         yield value
     elif isinstance(value, (list, tuple)):
         for one in value:

@@ -16,7 +16,7 @@ NOTE [Whose fault a value is]
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -241,7 +241,7 @@ class Watch(TorchFunctionMode):
         origin = self._weights.get(id(leaf))
         if origin is None:
             return ()
-        return (Origin(origin.kind, origin.module, origin.op, origin.phase, self._micro_batch, origin.cause),)
+        return (replace(origin, micro_batch=self._micro_batch),)
 
     def _bad_weights(self) -> dict[int, Origin]:
         found = {}

@@ -16,7 +16,7 @@ FP16_SMALLEST = 2.0**-24
 BF16_SMALLEST = 2.0**-133
 "Smallest subnormals: a smaller value is lost."
 
-_FIRST = {"exp", "expm1", "exp2", "softmax", "log_softmax", "logsumexp", "cross_entropy", "logcumsumexp"}
+_EXPONENTIALS = {"exp", "expm1", "exp2", "softmax", "log_softmax", "logsumexp", "cross_entropy", "logcumsumexp"}
 _ATTENTION = "scaled_dot_product_attention"
 _SOFTMAX = {"softmax", "log_softmax", "logsumexp"}
 
@@ -102,7 +102,7 @@ def head_room(module: str, op: str, args: Any, kwargs: Any, outputs: Iterable[Te
     given = kwargs.get("input", args[0] if args else None)
     if op == _ATTENTION:
         given = _scores(*args, **kwargs)
-    elif op not in _FIRST:
+    elif op not in _EXPONENTIALS:
         return None
     output = next(iter(outputs), None)
     if not isinstance(given, Tensor) or output is None or not given.is_floating_point() or given.numel() == 0:
