@@ -1,7 +1,7 @@
 """Faults that other training tools have, as promises that this one keeps; ``benchmarks/peers`` runs them on both.
 
-Tests 1 (two ranks: ``test_distributed``, any cut: ``test_parity``), 4 and 11 (``test_diagnose``) of that list are
-elsewhere; here is what had no test of its own.
+Tests 1 (two ranks: ``test_distributed``, any cut: ``test_parity``), 4 (``test_diagnose_engine``) and 11
+(``test_diagnose_origins``) of that list are elsewhere; here is what had no test of its own.
 """
 
 import copy

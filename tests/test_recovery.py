@@ -22,8 +22,9 @@ from models import (
     state_of,
 )
 from snugfit import DeviceMemoryError, Loss
+from snugfit.training import random_states
 from snugfit.training.engine import Engine
-from snugfit.training.recovery import Snapshots, is_out_of_memory, random_states, set_random_states
+from snugfit.training.recovery import Snapshots, is_out_of_memory
 from snugfit.training.splitting import split
 from tolerances import CUT_FLOAT32
 
@@ -307,7 +308,7 @@ def test_a_replaced_buffer_is_put_back():
 
 def test_random_states_come_back():
     device = torch.device("cpu")
-    states = random_states(device)
+    states = random_states.take(device)
     drawn = [torch.rand(2).tolist(), random.random(), np.random.rand()]
-    set_random_states(states, device)
+    random_states.restore(states, device)
     assert [torch.rand(2).tolist(), random.random(), np.random.rand()] == drawn

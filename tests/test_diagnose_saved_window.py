@@ -1,0 +1,154 @@
+"""A run leaves the window that failed in a file, from which it is diagnosed again."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import snugfit
+from diagnosed_jobs import Maps, Noisy, job_of, mean_output, plan_of, random_bits
+from models import same_bits
+from snugfit import NonFiniteError, PlanError
+from snugfit.training import random_states
+from snugfit.training.diagnosing import saved_window
+from snugfit.training.diagnosing.diagnose import diagnose
+
+CPU = torch.device("cpu")
+
+
+def trained_until_it_fails(model, folder, batch=None, loss=mean_output, **options):
+    job = job_of(model, loss, batch, nonfinite="raise", **options)
+    with pytest.raises(NonFiniteError) as caught:
+        snugfit.train(job, plan_of(precision=options.get("precision", "32-true")), steps=5, run_dir=folder)
+    return job, caught.value
+
+
+def test_a_run_leaves_the_window_that_failed_and_it_is_diagnosed_again(tmp_path):
+    batches = [torch.randn(4, 4) for _ in range(3)]
+    batches[2][3, 1] = math.nan
+    job, error = trained_until_it_fails(nn.Linear(4, 4), tmp_path, data=lambda: iter(batches))
+    assert "nonfinite.pt" in str(error)
+    assert error.diagnosis.micro_batch == 1
+    found = diagnose(job, plan_of(), "cpu", window=tmp_path / "nonfinite.pt")
+    assert (found.cause, found.micro_batch, found.step) == (error.diagnosis.cause, 1, 2)
+    saved = saved_window.load(tmp_path / "nonfinite.pt")
+    assert torch.equal(saved.micro_batches[0], batches[2][:2])
+    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
+
+
+@pytest.mark.filterwarnings("ignore:BatchNorm makes")
+def test_a_saved_window_begins_with_the_very_weights_buffers_and_random_states(tmp_path):
+    class FailsLate(Noisy):
+        def forward(self, x):
+            y = super().forward(x)
+            return y / 0 if x[0, 0] > 100 and bool((y[0] == 0).any()) else y
+
+    batch = torch.randn(4, 4)
+    batch[2] = 1000.0
+    data = [torch.randn(4, 4), torch.randn(4, 4), batch]
+    job, error = trained_until_it_fails(FailsLate(), tmp_path, data=lambda: iter(data * 4))
+    found = diagnose(job, plan_of(), "cpu", window=tmp_path / "nonfinite.pt")
+    assert (found.module, found.op, found.micro_batch) == ("", "div", 1)
+    assert found.to_dict() == error.diagnosis.to_dict()
+
+
+def test_a_saved_window_is_looked_at_under_another_precision_too(tmp_path):
+    model = Maps()
+    job = job_of(model, nonfinite="raise")
+    with pytest.raises(NonFiniteError):
+        snugfit.train(job, plan_of(precision="16-mixed"), steps=1, run_dir=tmp_path)
+    path = tmp_path / "nonfinite.pt"
+    assert diagnose(job, plan_of(precision="16-mixed"), "cpu", window=path).module == "b"
+    assert diagnose(job, plan_of(precision="bf16-mixed"), "cpu", window=path).cause == "none"
+
+
+def test_a_saved_window_has_the_scale_that_it_failed_at_and_no_more_data_than_its_own(tmp_path):
+    large = torch.full((10**6, 4), 10.0)
+    job = job_of(nn.Linear(4, 4), data=lambda: iter([large[:4] * math.nan, large[:4], large[4:8]]))
+    job = dataclasses.replace(job, loss=lambda model, x: torch.log(model(x) * 0).mean(), max_skipped_windows=3)
+    plan, path = plan_of(precision="16-mixed"), tmp_path / "nonfinite.pt"
+    with pytest.raises(NonFiniteError):
+        snugfit.train(job, plan, steps=3, run_dir=tmp_path)
+    assert path.stat().st_size < 100_000
+    assert diagnose(job, plan, "cpu", window=path).loss_scale == 16384.0
+
+
+def test_a_saved_window_begins_with_its_buffers(tmp_path):
+    class Counting(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+        def forward(self, x):
+            self.seen += 1
+            return super().forward(x) / (self.seen - 6)
+
+    job, error = trained_until_it_fails(Counting(), tmp_path)
+    found = diagnose(job, plan_of(), "cpu", window=tmp_path / "nonfinite.pt")
+    assert (found.op, found.micro_batch, found.step) == ("div", 1, 2)
+    assert found.to_dict() == error.diagnosis.to_dict()
+
+
+def test_a_window_that_a_file_may_not_hold_is_said_and_not_written(tmp_path):
+    class Own(dict):
+        pass
+
+    batch = Own(x=torch.full((4, 4), math.nan))
+    _, error = trained_until_it_fails(
+        nn.Linear(4, 4), tmp_path, batch, loss=lambda model, micro_batch: model(micro_batch["x"]).mean()
+    )
+    assert "the window could not be saved" in str(error)
+    assert "Own at micro-batch 0" in str(error)
+    assert error.diagnosis is not None
+    assert not (tmp_path / "nonfinite.pt").exists()
+
+
+def test_a_run_that_retries_no_memory_error_is_diagnosed_too(tmp_path):
+    job = job_of(nn.Linear(4, 4), batch=torch.full((4, 4), math.nan), nonfinite="raise")
+    with pytest.raises(NonFiniteError) as caught:
+        snugfit.train(job, plan_of(), steps=1, run_dir=tmp_path, recover=False)
+    assert caught.value.diagnosis.cause.startswith("the input of micro-batch 0")
+    assert (tmp_path / "nonfinite.pt").exists()
+
+
+def test_a_window_of_an_earlier_run_does_not_stay(tmp_path):
+    (tmp_path / "nonfinite.pt").write_bytes(b"old")
+    snugfit.train(job_of(nn.Linear(4, 4)), plan_of(), steps=1, run_dir=tmp_path)
+    assert not (tmp_path / "nonfinite.pt").exists()
+
+
+@pytest.mark.parametrize("what", ["missing", "text", "other", "version", "lengths", "kind", "model", "pickle"])
+def test_a_file_that_is_no_window_of_this_job_is_refused_in_four_parts(tmp_path, what):
+    job, _ = trained_until_it_fails(nn.Linear(4, 4), tmp_path, torch.full((4, 4), math.nan))
+    path = tmp_path / "nonfinite.pt"
+    content = torch.load(path, weights_only=True)
+    if what == "missing":
+        path.unlink()
+    elif what == "text":
+        path.write_text("no window")
+    elif what == "other":
+        torch.save({"x": torch.ones(1)}, path)
+    elif what == "version":
+        torch.save({**content, "version": 99}, path)
+    elif what == "lengths":
+        torch.save({**content, "counts": [1.0]}, path)
+    elif what == "kind":
+        torch.save({**content, "buffers": None}, path)
+    elif what == "pickle":
+        torch.save({**content, "step": Maps()}, path)
+    else:
+        job = job_of(nn.Linear(4, 5))
+    with pytest.raises(PlanError) as caught:
+        diagnose(job, plan_of(), "cpu", window=path)
+    for part in ("  got:      ", "  expected: ", "hint: "):
+        assert part in str(caught.value)
+
+
+def test_a_file_that_is_refused_changes_no_random_state(tmp_path):
+    job, bits = job_of(nn.Linear(4, 4)), random_bits()
+    with pytest.raises(PlanError):
+        diagnose(job, plan_of(), "cpu", window=tmp_path / "none.pt")
+    assert same_bits(bits, random_bits())
+    assert random_states.take(CPU).keys() == {"torch", "python", "numpy"}
