@@ -73,6 +73,10 @@ def divided_per_sample(model, x):
     return (model(x) / steps).mean()
 
 
+def divided_total(model, x):
+    return Loss(model(x).sum() / Settings.accumulation_steps, len(x))
+
+
 def divided_and_converted(model, x):
     return (mean_product(model, x) / Settings.accumulation_steps).float()
 
@@ -86,6 +90,7 @@ DIVIDED = [
     divided_by_a_tensor,
     divided_per_sample,
     divided_and_converted,
+    divided_total,
 ]
 
 

@@ -260,7 +260,7 @@ def _look_at_divisions(watched: tuple[_Watched, _Watched], number: int, result: 
     if not found or len(found) < len(divisions) or len({division.divisor for division in found}) > 1:
         return
     division = found[0]
-    if division.num_terms == division.divisor or division.is_of_sum:
+    if division.num_terms == division.divisor or (division.is_of_sum and not division.is_named):
         return
     if division.is_certain:
         result.hazards.append(hazards.of_division(division, number))
