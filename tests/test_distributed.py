@@ -55,7 +55,7 @@ def one_rank(rank, folder):
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT))
     results = {}
-    for scenario in (c003, c022, c111, uneven, drifting, out_of_memory, pooled, diagnosed, static_graph):
+    for scenario in (c003, c022, c111, uneven, drifting, out_of_memory, c045, pooled, diagnosed, static_graph):
         try:
             results[scenario.__name__] = scenario(rank)
         except Exception:
@@ -286,6 +286,22 @@ def test_every_rank_diagnoses_its_own_micro_batches_without_waiting_for_another(
     assert "look at the messages of the other ranks" in clean[1]
     assert bad[2:4] == [1, 1]
     assert "the input of micro-batch 1 is not finite" in bad[1]
+
+
+def c045(rank):
+    """A NaN in one micro-batch of one rank, then a normal window."""
+    engine, keep = engine_of(Weight())
+    numbers = [(1.0, 3.0), (2.0, float("nan"))][rank]
+    skipped = engine.step_window([torch.tensor([x]) for x in numbers])
+    before = (float(engine.model.module.w.detach()), engine.step_count, len(keep.seen))
+    result = engine.step_window([torch.tensor([x]) for x in ((1.0, 3.0), (2.0, 5.0))[rank]])
+    engine.check_ranks()
+    return [skipped.reason, *before, result.reason, float(keep.seen[-1]), engine.step_count]
+
+
+def test_c045_all_ranks_skip_the_window_in_which_one_has_a_nan(ranks):
+    for found in ranks["c045"]:
+        assert found == ["non-finite gradient", 1.0, 0, 0, None, 2.75, 1]
 
 
 def static_graph(rank):
