@@ -115,6 +115,30 @@ class Encoder(nn.Module):
         return self.encoder(x[:, None])[:, 0]
 
 
+class Parametrised(nn.Module):
+    """Weights made from others, in modules that have no parameter of their own left."""
+
+    def __init__(self):
+        super().__init__()
+        made_from = nn.utils.parametrizations
+        self.normed = made_from.weight_norm(nn.Linear(WIDTH, WIDTH, bias=False))
+        self.spectral = made_from.spectral_norm(nn.Linear(WIDTH, WIDTH, bias=False))
+        self.old = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH, bias=False))
+
+    def forward(self, x):
+        return self.old(self.spectral(self.normed(x.float()).float()).float())
+
+
+class Packed(Recurrent):
+    """Sequences of several lengths."""
+
+    def forward(self, x):
+        lengths = torch.arange(len(x), 0, -1)
+        pack = nn.utils.rnn.pack_padded_sequence
+        packed = pack(x[:, None].repeat(1, len(x), 1), lengths, batch_first=True)
+        return self.head(nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0][:, 0])
+
+
 class Tower(nn.Module):
     """A parametrised weight, a parameter of its own, and attention."""
 
@@ -129,7 +153,7 @@ class Tower(nn.Module):
         return self.attention(x, x, x)[0][:, 0]
 
 
-@pytest.mark.parametrize("kind", [Recurrent, Encoder, Tower])
+@pytest.mark.parametrize("kind", [Recurrent, Encoder, Tower, Parametrised, Packed])
 def test_modules_that_use_weights_in_other_ways_run_in_training_and_in_evaluation(kind):
     torch.manual_seed(0)
     engine = made(kind, squared_error, adamw)
@@ -177,6 +201,18 @@ def test_closing_gives_back_a_plain_bf16_module():
 
 
 # refusals
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.*is deprecated:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
+def test_a_scripted_module_anywhere_is_refused_by_name_and_nothing_is_changed():
+    for scripted in (torch.jit.script(nn.Linear(WIDTH, WIDTH)), torch.jit.trace(nn.Tanh(), torch.ones(1, WIDTH))):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), scripted)
+        with pytest.raises(UnsupportedError, match="scripted"):
+            made(model, squared_error, adamw)
+        assert model[0].weight.dtype == torch.float32
+        with pytest.raises(UnsupportedError, match="scripted"):
+            precision.keep_fp32(model, "0", "1")
+        assert "forward" not in vars(model[0])
 
 
 def test_an_engine_refuses_by_name_what_only_build_can_do():

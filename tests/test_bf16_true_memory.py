@@ -7,7 +7,7 @@ from torch import nn
 from bf16_jobs import BF16, METHODS, adamw, expected_warning, made, mean, plan
 from models import LinearStack, squared_error
 from snugfit import Job, estimate
-from snugfit.training import updates
+from snugfit.training import buckets
 
 WIDE, DEEP = 64, 4
 
@@ -44,7 +44,7 @@ def test_without_masters_an_update_holds_the_copies_of_one_bucket(monkeypatch):
     job = Job(Stack, mean, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), lambda n: torch.ones(n, WIDE))
     form = plan("stochastic-rounding", optimizer_impl="for-loop")
     whole = estimate(job, form, device="cpu")
-    monkeypatch.setattr(updates, "BUCKET_BYTES", 4 * WIDE * WIDE)
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 4 * WIDE * WIDE)
     parts = estimate(job, form, device="cpu")
     assert parts.static_bytes == whole.static_bytes
     others = DEEP - 1  # at the peak copies in one case, numbers that stand for them in the other

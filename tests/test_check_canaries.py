@@ -67,3 +67,60 @@ def test_checkpoint_calls_are_seen_and_made_plain(reentrant, plain):
     assert x.grad.tolist() == [2.0, 2.0]
     checkpoint(function, x, use_reentrant=reentrant).sum().backward()
     assert len(calls) == 2
+
+
+DRAWS = {
+    "poisson": lambda: torch.poisson(torch.full((4,), 1.6)),
+    "binomial": lambda: torch.binomial(torch.full((4,), 3.0), torch.full((4,), 0.4)),
+    "gamma": lambda: torch.distributions.Gamma(torch.ones(4), 2.0).sample(),
+    "dirichlet": lambda: torch.distributions.Dirichlet(torch.ones(4, 2)).sample()[:, 0],
+    "beta": lambda: torch.distributions.Beta(torch.ones(4), 3.0).sample(),
+    "multinomial": lambda: torch.multinomial(torch.tensor([[0.1, 0.9]] * 4), 1),
+    "categorical": lambda: torch.distributions.Categorical(torch.tensor([[0.8, 0.2]] * 4)).sample(),
+    "log-normal": lambda: torch.empty(4).log_normal_(0.0, 1.0),
+    "cauchy": lambda: torch.empty(4).cauchy_(1.0, 2.0),
+    "geometric": lambda: torch.empty(4).geometric_(0.3),
+    "student": lambda: torch.distributions.StudentT(torch.full((4,), 5.0)).sample(),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_every_distribution_gives_one_constant_for_equal_parameters(draw):
+    with torch_private.Steady() as steady:
+        first, second = DRAWS[draw](), DRAWS[draw]()
+    assert (first == first.flatten()[0]).all()
+    assert (second == first).all()
+    assert not steady.unknown
+    assert steady.seen
+
+
+def test_what_is_drawn_for_a_row_depends_on_that_row_alone():
+    weights = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
+    with torch_private.Steady():
+        assert torch.multinomial(weights, 1).flatten().tolist() == [1, 0, 1]
+        assert torch.multinomial(weights[1:], 1).flatten().tolist() == [0, 1]
+        assert torch.multinomial(weights, 2).tolist() == [[1, 0], [0, 1], [1, 0]]
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_random_slope_is_its_mean_forward_and_backward(inplace):
+    x = torch.tensor([[-4.0, 2.0], [-1.0, 0.5]], requires_grad=True)
+    with torch_private.Steady():
+        y = F.rrelu(x * 1, 0.2, 0.4, training=True, inplace=inplace)
+        y.sum().backward()
+    torch.testing.assert_close(y.detach(), torch.tensor([[-1.2, 2.0], [-0.3, 0.5]]))
+    torch.testing.assert_close(x.grad, torch.tensor([[0.3, 1.0], [0.3, 1.0]]))
+
+
+def test_every_random_operation_of_torch_is_a_constant_or_told_apart():
+    """Those that torch tags or that take a generator; a new one is reported as unknown when it draws."""
+    assert torch_private._draws(torch.ops.aten.binomial.default)  # untagged, but takes a generator
+    assert torch_private._draws(torch.ops.aten.randn.default)
+    assert not torch_private._draws(torch.ops.aten.add.Tensor)
+    known = dict(torch_private._CONSTANTS)
+    del known["poisson"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_private, "_CONSTANTS", known)
+        with torch_private.Steady() as steady:
+            torch.poisson(torch.ones(4))
+    assert steady.unknown == {"poisson"}

@@ -4,157 +4,18 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from checked_jobs import found, regression, sgd
+from checked_jobs import found, own_loss, regression, sgd, transformers_model
 from models import (
     VOCABULARY,
     LinearStack,
     Transformer,
-    Weight,
-    mean_product,
     regression_batch,
     shifted_token_loss,
     squared_error,
     token_batch,
     token_loss,
 )
-from snugfit import Job, Loss, Plan, check, tokens
-
-
-def test_c002_a_loss_that_divides_by_the_number_of_micro_batches_is_found():
-    accumulation_steps = 4
-    x = torch.arange(1.0, 9.0)
-
-    def loss(model, micro_batch):
-        return mean_product(model, micro_batch) / accumulation_steps
-
-    report = check(Job(Weight, loss, sgd, x), Plan(batch_size=8, micro_batch_size=2), "cpu")
-    assert [hazard.kind for hazard in report.hazards] == ["double-division"]
-    assert "/ accumulation_steps" in report.hazards[0].message
-    assert "test_check_counts.py" in report.hazards[0].message
-    assert found(Job(Weight, mean_product, sgd, x), Plan(batch_size=8, micro_batch_size=2)) == []
-
-
-class Settings:
-    accumulation_steps = 4
-    weight = 0.25
-
-
-def divided_by_attribute(model, x):
-    return mean_product(model, x) / Settings.accumulation_steps
-
-
-def divided_by_literal(model, x):
-    return mean_product(model, x) / 4
-
-
-def divided_in_place(model, x):
-    loss = mean_product(model, x)
-    loss /= Settings.accumulation_steps
-    return loss
-
-
-def divided_term_by_term(model, x):
-    steps = 4
-    return mean_product(model, x) / steps + model.w.square() / steps
-
-
-def multiplied_by_the_inverse(model, x):
-    scale = 1 / Settings.accumulation_steps
-    return scale * mean_product(model, x)
-
-
-def divided_by_a_tensor(model, x):
-    steps = torch.tensor(4)
-    return torch.div(mean_product(model, x), steps)
-
-
-def divided_per_sample(model, x):
-    steps = 4
-    return (model(x) / steps).mean()
-
-
-def divided_total(model, x):
-    return Loss(model(x).sum() / Settings.accumulation_steps, len(x))
-
-
-def divided_and_converted(model, x):
-    return (mean_product(model, x) / Settings.accumulation_steps).float()
-
-
-DIVIDED = [
-    divided_by_attribute,
-    divided_by_literal,
-    divided_in_place,
-    divided_term_by_term,
-    multiplied_by_the_inverse,
-    divided_by_a_tensor,
-    divided_per_sample,
-    divided_and_converted,
-    divided_total,
-]
-
-
-@pytest.mark.parametrize("loss", DIVIDED, ids=lambda loss: loss.__name__)
-def test_a_double_division_is_found_in_whatever_form(loss):
-    job = Job(Weight, loss, sgd, torch.arange(1.0, 9.0))
-    assert found(job, Plan(batch_size=8, micro_batch_size=2)) == ["double-division"]
-
-
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
-def test_a_division_that_is_called_one_of_accumulation_is_found_in_any_plan(micro_batch_size):
-    report = check(
-        Job(Weight, divided_by_attribute, sgd, torch.arange(1.0, 9.0)),
-        Plan(batch_size=8, micro_batch_size=micro_batch_size),
-        "cpu",
-    )
-    assert [hazard.kind for hazard in report.hazards] == ["double-division"]
-    assert "4 times too small" in report.hazards[0].message
-
-
-def half_of_a_square(model, x):
-    return 0.5 * model(x).square().mean() / 1
-
-
-def half_of_a_square_divided(model, x):
-    return model(x).square().mean() / 2
-
-
-def mean_of_two(model, x):
-    return (mean_product(model, x) + model.w.square()) / 2
-
-
-def temperature(model, x):
-    temperature = 2.0
-    return mean_product(model, x) / temperature
-
-
-def sum_over_length(model, x):
-    return model(x).sum() / len(x)
-
-
-def mean_over_width(model, x):
-    return model(x[:, None].expand(-1, 2)).sum(1).mean() / x[:, None].expand(-1, 2).shape[1]
-
-
-def weighted(model, x):
-    return mean_product(model, x) + 0.5 * model.w.square()
-
-
-CLEAN_DIVISIONS = [
-    half_of_a_square,
-    half_of_a_square_divided,
-    mean_of_two,
-    temperature,
-    sum_over_length,
-    mean_over_width,
-    weighted,
-]
-
-
-@pytest.mark.parametrize("loss", CLEAN_DIVISIONS, ids=lambda loss: loss.__name__)
-def test_other_divisions_of_a_loss_are_no_hazard(loss):
-    # the number of micro-batches is 2, and once the size of a micro-batch is, too
-    assert found(Job(Weight, loss, sgd, torch.arange(1.0, 5.0)), Plan(batch_size=4, micro_batch_size=2)) == []
+from snugfit import Engine, Job, Loss, Plan, check, tokens
 
 
 @pytest.mark.parametrize("fixed", [1, 8])
@@ -240,3 +101,64 @@ def test_a_loss_whose_total_is_a_mean_is_found(counted):
         return Loss(squared_error(model, batch), len(batch["x"]) if counted else None)
 
     assert found(*regression(LinearStack, loss, 5, 2)) == ["mean-returned-as-sum"]
+
+
+def causal_batch():
+    ids = torch.randint(32, (6, 8))
+    lengths = torch.tensor([8, 7, 3, 2, 8, 5])[:, None]
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.arange(8) >= lengths, -100)}
+
+
+def mean_of_sequence_means(model, batch):
+    logits, labels = model(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
+    losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    kept = labels != -100
+    return ((losses * kept).sum(1) / kept.sum(1)).mean()
+
+
+@pytest.mark.parametrize(("loss", "is_right"), [(own_loss, True), (mean_of_sequence_means, False)])
+def test_a_count_that_was_not_given_is_settled_as_training_does(loss, is_right):
+    torch.manual_seed(0)
+    model = transformers_model("gpt2", use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)().double()
+    batch, plan = causal_batch(), Plan(batch_size=6, micro_batch_size=2)
+    report = check(Job(model, loss, sgd, batch), plan, "cpu")
+    assert report.ok == is_right
+    assert any("tokens(shift=True) was counted" in line for line in report.assumptions)
+    full = torch.autograd.grad(loss(model, batch), list(model.parameters()))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.warns(UserWarning, match="count inferred"):
+        Engine(model, torch.optim.SGD(model.parameters(), lr=1.0), plan, loss=loss).step(batch)
+    moved = [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
+    distance = sum(float((a - b).square().sum()) for a, b in zip(moved, full, strict=True)) ** 0.5
+    assert (distance < report.gradient_tolerance) == is_right
+
+
+@pytest.mark.parametrize("count", ["samples", tokens(shift=True)])
+def test_a_count_that_was_given_is_taken_as_it_is(count):
+    job = Job(transformers_model("gpt2", use_cache=False), own_loss, sgd, causal_batch(), count=count)
+    report = check(job, Plan(batch_size=6, micro_batch_size=2), "cpu")
+    assert [hazard.kind for hazard in report.hazards] == (["wrong-count"] if count == "samples" else [])
+    assert not any("was counted" in line for line in report.assumptions)
+
+
+def labels_not_ignored(batch):
+    return float((batch["labels"] != -100).sum())
+
+
+def test_a_function_that_counts_labels_is_tried_on_labels_of_other_lengths():
+    batch, plan = token_batch(6, ignored=0.0), Plan(batch_size=6, micro_batch_size=2)
+    wrong = Job(Transformer, shifted_token_loss, sgd, batch, count=labels_not_ignored)
+    assert found(wrong, plan) == ["wrong-count"]
+    assert found(Job(Transformer, token_loss, sgd, batch, count=labels_not_ignored), plan) == []
+
+
+@pytest.mark.parametrize("count", ["samples", lambda batch: float(batch["labels"].numel())])
+def test_an_example_that_cannot_show_a_wrong_count_is_remarked_on(count):
+    plan = Plan(batch_size=6, micro_batch_size=2)
+    report = check(Job(Transformer, token_loss, sgd, token_batch(6, ignored=0.0), count=count), plan, "cpu")
+    assert report.ok
+    (line,) = [line for line in report.assumptions if "could not show" in line]
+    assert "snugfit.tokens()" in line
+    batch = token_batch(6)
+    report = check(Job(Transformer, token_loss, sgd, batch, count=tokens()), plan, "cpu")
+    assert not any("could not show" in line for line in report.assumptions)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from checked_jobs import Wrapped, found, image_batch, image_loss, regression, sgd
 from models import VOCABULARY, WIDTH, ConvBatchNorm, LinearStack, Transformer, squared_error, token_batch
 from snugfit import Job, Loss, Plan, check, tokens
+from snugfit.training import torch_private
 from tolerances import EXACT_VALUE
 
 
@@ -200,3 +201,130 @@ def test_an_auxiliary_loss_over_all_tokens_of_a_batch_couples_them():
 
     job = Job(Routed, loss, sgd, token_batch(6, ignored=0.0))
     assert found(job, Plan(batch_size=6, micro_batch_size=2)) == ["batch-coupled-loss"]
+
+
+def normalised_advantage(model, batch):
+    advantage = batch["y"][:, 0]
+    weight = (advantage - advantage.mean()) / (advantage.std() + 1e-6)
+    return (weight * model(batch["x"]).mean(1)).mean()
+
+
+def weighted_by_the_largest(model, batch):
+    weight = batch["y"][:, 0] / batch["y"][:, 0].abs().max()
+    return (weight * model(batch["x"]).mean(1)).mean() + model(batch["x"]).square().mean()
+
+
+@pytest.mark.parametrize("loss", [normalised_advantage, weighted_by_the_largest])
+def test_statistics_of_the_data_couple_samples(loss):
+    assert found(*regression(LinearStack, loss, 8)) == ["batch-coupled-loss"]
+
+
+def test_a_coupling_that_is_a_millionth_of_the_loss_is_named_as_one():
+    def loss(model, batch):
+        return squared_error(model, batch) + 1e-6 * model(batch["x"]).std(0).mean()
+
+    report = check(*regression(LinearStack, loss, 8), "cpu")
+    assert [hazard.kind for hazard in report.hazards] == ["batch-coupled-loss"]
+
+
+class Bank(nn.Module):
+    """Keeps features of former micro-batches, and compares a sample with their mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.kept = nn.Linear(WIDTH, WIDTH), []
+
+    def forward(self, x):
+        y = self.linear(x)
+        others = sum(self.kept) if self.kept else 0.0
+        self.kept.append(y.detach().mean(0))
+        return y - others
+
+
+class SelfBank(Bank):
+    """Compares with those of its own micro-batch, too."""
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.kept.append(y.detach().mean(0))
+        return y - sum(self.kept)
+
+
+def test_features_that_are_kept_for_later_micro_batches_are_carried_state():
+    report = check(*regression(lambda: Wrapped(Bank()), size=6), "cpu")
+    assert [(hazard.kind, hazard.module) for hazard in report.hazards] == [("carried-state", "inner")]
+    assert "changes kept of 'inner'" in report.hazards[0].message
+    kinds = found(*regression(lambda: Wrapped(SelfBank()), size=6))
+    assert kinds == ["carried-state", "batch-coupled-model"]
+
+
+class NumpyNoise(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.generator = nn.Linear(WIDTH, WIDTH), np.random.default_rng(0)
+
+    def forward(self, x):
+        return self.linear(x) * float(1 + self.generator.random())
+
+
+LOCAL = random.Random(0)
+
+
+class LocalNoise(NumpyNoise):
+    def forward(self, x):
+        return self.linear(x) * (1 + LOCAL.random())
+
+
+@pytest.mark.parametrize(("noise", "source"), [(NumpyNoise, "numpy generator in 'inner'"), (LocalNoise, "random gen")])
+def test_a_generator_of_a_modules_own_is_named(noise, source):
+    report = check(*regression(lambda: Wrapped(noise()), size=6), "cpu")
+    assert report.hazards[0].kind == "random-split"
+    assert source in report.hazards[0].message
+
+
+def draws(draw):
+    def loss(model, batch):
+        y = model(batch["x"])
+        return (y * (1 + draw(y.detach().abs() + 1) + draw(y.detach().abs() + 1)).detach()).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        torch.poisson,
+        lambda x: torch.distributions.Gamma(x, 1.0).sample(),
+        lambda x: torch.distributions.Categorical(x).sample()[:, None],
+        lambda x: torch.multinomial(x, 2, replacement=True).sum(1, keepdim=True),
+        lambda x: torch.empty_like(x).log_normal_(),
+        lambda x: torch.distributions.Binomial(3, x / (x + 1)).sample(),
+        lambda x: F.rrelu(x - 2, training=True),
+    ],
+    ids=["poisson", "gamma", "categorical", "multinomial", "log-normal", "binomial", "rrelu"],
+)
+def test_a_loss_that_draws_from_any_distribution_is_compared(draw):
+    assert found(*regression(LinearStack, draws(draw), 6, 2)) == []
+
+
+def test_a_random_operation_without_a_constant_is_named_instead_of_a_coupling(monkeypatch):
+    known = dict(torch_private._CONSTANTS)
+    del known["poisson"]
+    monkeypatch.setattr(torch_private, "_CONSTANTS", known)
+    report = check(*regression(LinearStack, draws(torch.poisson), 6, 2), "cpu")
+    assert [hazard.kind for hazard in report.hazards] == ["random-split"]
+    assert "random numbers of poisson" in report.hazards[0].message
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda m, b: F.mse_loss(torch.func.vmap(m)(b["x"]), b["y"]),
+        lambda m, b: torch.func.vmap(torch.func.jacrev(lambda x: m(x)))(b["x"]).square().sum((1, 2)).mean(),
+        lambda m, b: F.mse_loss(torch.func.vmap(lambda x: m(x) / 4)(b["x"]), b["y"]),
+    ],
+    ids=["vmap", "jacrev", "divided"],
+)
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_losses_under_transformations_of_torch_func_are_compared(loss, precision):
+    assert found(*regression(LinearStack, loss, 8, 2, precision=precision)) == []

@@ -205,3 +205,38 @@ def test_every_kind_of_hazard_in_the_source_is_listed():
             if name in ("Hazard", "_add") and isinstance(node.args[0], ast.Constant):
                 made.add(node.args[0].value)
     assert made == set(KINDS)
+
+
+def test_what_is_no_job_is_refused():
+    with pytest.raises(PlanError, match="check needs a job"):
+        check(None, Plan(batch_size=4, micro_batch_size=2), "cpu")
+
+
+def meta_model():
+    with torch.device("meta"):
+        return LinearStack()
+
+
+@pytest.mark.parametrize(
+    ("model", "what"), [(meta_model, "meta device"), (lambda: torch.jit.script(LinearStack()), "torch.jit")]
+)
+def test_a_model_that_no_copy_can_be_run_of_is_refused(model, what):
+    with pytest.raises(UnsupportedError, match="cannot be run on a copy") as caught:
+        check(*regression(model), "cpu")
+    assert what in caught.value.got
+
+
+@pytest.mark.parametrize("returned", [None, 3, {"x": 1}])
+def test_a_split_that_is_no_list_is_a_named_error(returned):
+    job = Job(LinearStack, squared_error, sgd, regression_batch(4), split=lambda batch, size: returned)
+    with pytest.raises(BatchError, match="split did not return a list"):
+        check(job, Plan(batch_size=4, micro_batch_size=2), "cpu")
+
+
+def test_trained_parameters_that_the_loss_does_not_reach_are_a_remark():
+    def loss(model, batch):
+        return F.mse_loss(model.layers[0](batch["x"]), batch["y"])
+
+    report = check(*regression(LinearStack, loss), "cpu")
+    assert report.ok
+    assert any("4 trained parameters not at all (first: layers.1.weight)" in line for line in report.assumptions)

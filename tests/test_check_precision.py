@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from checked_jobs import found, regression
+from checked_jobs import Wrapped, found, regression
 from models import WIDTH, LinearStack
 from snugfit import check
 
@@ -222,3 +222,65 @@ def test_a_loss_that_raises_without_a_message_in_half_precision_only_is_named():
         return F.mse_loss(value, batch["y"])
 
     assert found(*regression(lambda: nn.Linear(WIDTH, WIDTH), loss, precision="bf16-mixed")) == ["fails-in-precision"]
+
+
+def test_c034_several_half_precision_weights_are_one_hazard():
+    def model():
+        net = LinearStack()
+        net.layers[1].half()
+        net.layers[2].bias.data = net.layers[2].bias.data.half()
+        return net
+
+    def loss(net, batch):
+        return F.mse_loss(net.layers[0](batch["x"]), batch["y"])
+
+    report = check(*regression(model, loss, precision="16-mixed"), "cpu")
+    (hazard,) = report.hazards
+    assert (hazard.kind, hazard.module) == ("half-precision-weight", "")
+    assert all(name in hazard.message for name in ("layers.1.weight", "layers.1.bias", "layers.2.bias"))
+
+
+@pytest.mark.parametrize("scores", [lambda x: x * 0 - 1e9, lambda x: x * 1e9], ids=["minus", "both"])
+def test_scores_that_leave_the_fp16_range_are_not_taken_for_a_masked_row(scores):
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return scores(self.linear(x)).softmax(-1)
+
+    report = check(*regression(lambda: Wrapped(Scores()), precision="16-mixed"), "cpu")
+    assert {(hazard.kind, hazard.module) for hazard in report.hazards} == {("half-range", "inner")}
+
+
+class Watched(nn.Module):
+    """A statistic of its output that leaves the range of float16."""
+
+    def __init__(self, is_used):
+        super().__init__()
+        self.linear, self.is_used, self.size = nn.Linear(WIDTH, WIDTH), is_used, None
+
+    def forward(self, x):
+        y = self.linear(x)
+        with torch.no_grad():
+            self.size = (y * 0 + 3000).mul(3000)
+        return y * self.size if self.is_used else y
+
+
+def test_a_statistic_that_nothing_is_trained_on_may_leave_the_range():
+    assert found(*regression(lambda: Wrapped(Watched(is_used=False)), precision="16-mixed")) == []
+    report = check(*regression(lambda: Wrapped(Watched(is_used=True)), precision="16-mixed"), "cpu")
+    assert ("half-range", "inner") in [(hazard.kind, hazard.module) for hazard in report.hazards]
+
+
+def test_a_kernel_that_this_cpu_lacks_is_said_to_be_one_of_its_own():
+    def loss(model, batch):
+        value = model(batch["x"])
+        if value.dtype == torch.float16:
+            raise RuntimeError("\"some_kernel_cpu\" not implemented for 'Half'")
+        return F.mse_loss(value, batch["y"])
+
+    report = check(*regression(lambda: nn.Linear(WIDTH, WIDTH), loss, precision="16-mixed"), "cpu")
+    assert [hazard.kind for hazard in report.hazards] == ["fails-in-precision"]
+    assert "the CPU of this machine has no kernel" in report.hazards[0].message

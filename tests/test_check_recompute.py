@@ -1,8 +1,10 @@
 """What recomputation changes: dropout, inputs in place, caches, counters, cut graphs."""
 
+import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -116,7 +118,19 @@ def test_a_batch_that_the_loss_function_changes_is_found():
     assert "batch['x']" in report.hazards[0].message
 
 
+def test_a_cache_that_the_engine_turns_off_is_no_hazard():
+    model = transformers_model("gpt2", use_cache=True)
+    job = Job(model, own_loss, sgd, language_batch(), count=tokens(shift=True))
+    plan = Plan(batch_size=4, micro_batch_size=2, recompute=checkpointing.blocks(model()))
+    with pytest.warns(UserWarning, match="use_cache of GPT2LMHeadModel is False"):
+        assert found(job, plan) == []
+
+
+@pytest.mark.filterwarnings("ignore:config.use_cache:UserWarning")
 def test_a_cache_under_recomputation_is_found():
+    def own_loss(model, batch):
+        return model(**batch, use_cache=True).loss
+
     model = transformers_model("gpt2", use_cache=True)
     job = Job(model, own_loss, sgd, language_batch(), count=tokens(shift=True))
     plan = {"batch_size": 4, "micro_batch_size": 2}
@@ -223,3 +237,199 @@ def test_a_generator_of_ones_own_makes_two_runs_differ():
             return self.linear(x * torch.rand(x.shape, generator=generator))
 
     assert found(*regression(Noise)) == ["two-runs-differ"]
+
+
+COUNTER, NUMBERS, STEPS = [0], {"calls": 0}, itertools.count()
+
+
+class Meter:
+    def __init__(self):
+        self.total, self.number = 0.0, 0
+
+    def add(self, value):
+        self.total += value
+        self.number += 1
+
+
+METER = Meter()
+
+
+def count_in_a_helper():
+    COUNTER[0] += 1
+
+
+class Counting(nn.Module):
+    """Counts before its layer, so that a recomputation comes past it."""
+
+    total = 0
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(WIDTH, WIDTH), how
+        self.frozen = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def forward(self, x):
+        getattr(self, f"count_in_{self.how}")(x.detach())
+        return self.linear(x)
+
+    def count_in_cell(self, x):
+        COUNTER[0] += 1
+
+    def count_in_dict(self, x):
+        NUMBERS["calls"] += 1
+
+    def count_in_class(self, x):
+        type(self).total += 1
+
+    def count_in_object(self, x):
+        METER.add(1.0)
+
+    def count_in_helper(self, x):
+        count_in_a_helper()
+
+    def count_in_iterator(self, x):
+        next(STEPS)
+
+    def count_in_parameter(self, x):
+        self.frozen.data += x.mean(0)
+
+    def count_in_nothing(self, x):
+        x.mean()
+
+
+@pytest.mark.parametrize("how", ["cell", "dict", "class", "object", "helper", "iterator", "parameter"])
+def test_whatever_a_recomputed_module_can_reach_is_compared(how):
+    job, plan = regression(lambda: Wrapped(Counting(how)), recompute=(Segment("inner"),))
+    report = check(job, plan, "cpu")
+    assert {hazard.kind for hazard in report.hazards} == {"counted-twice"}
+    assert {hazard.module for hazard in report.hazards} == {"inner"}
+    assert found(*regression(lambda: Wrapped(Counting(how)))) == []
+    assert found(*regression(lambda: Wrapped(Counting("nothing")), recompute=(Segment("inner"),))) == []
+
+
+class ChangesData(nn.Module):
+    def __init__(self, change):
+        super().__init__()
+        self.linear, self.change = nn.Linear(WIDTH, WIDTH), change
+
+    def forward(self, x):
+        self.change(x)
+        return self.linear(x)
+
+
+CHANGES = {
+    "data": lambda x: x.data.mul_(2),
+    "numpy": lambda x: np.multiply(x.detach().numpy(), 2, out=x.detach().numpy()),
+    "detached": lambda x: x.detach().add_(1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_input_that_is_changed_past_autograd_is_found(change):
+    report = check(*regression(lambda: Checkpointed(lambda: ChangesData(CHANGES[change]))), "cpu")
+    assert [(hazard.kind, hazard.module) for hazard in report.hazards] == [("input-changed-in-place", "block")]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_batch_that_is_changed_past_autograd_is_found(change):
+    def loss(model, batch):
+        CHANGES[change](batch["x"])
+        return squared_error(model, batch)
+
+    report = check(*regression(LinearStack, loss), "cpu")
+    assert [hazard.kind for hazard in report.hazards] == ["batch-changed-in-place"]
+    assert "batch['x']" in report.hazards[0].message
+
+
+class Appends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, kept):
+        kept.append(self.linear(x))
+        return x + torch.stack(kept).square().mean(0)
+
+
+class AppendsToAList(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Appends(), Appends()])
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x, kept = self.first(x), []
+        for block in self.blocks:
+            x = checkpoint(block, x, kept, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_list_that_a_recomputed_module_appends_to_is_a_cache(reentrant):
+    report = check(*regression(lambda: AppendsToAList(reentrant)), "cpu")
+    assert {hazard.kind for hazard in report.hazards} == {"cache-under-recompute"}
+    assert [hazard.module for hazard in report.hazards] == ["blocks.0", "blocks.1"]
+    assert "handed a list" in report.hazards[0].message
+
+
+class Rerun(torch.autograd.Function):
+    """A recomputation by hand."""
+
+    @staticmethod
+    def forward(ctx, block, replays, x):
+        ctx.block, ctx.replays, ctx.state = block, replays, torch.get_rng_state()
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad(), torch.random.fork_rng(enabled=ctx.replays):
+            if ctx.replays:
+                torch.set_rng_state(ctx.state)
+            y = ctx.block(x)
+        torch.autograd.backward(y, gradient)
+        return None, None, x.grad
+
+
+class RoundsAtRandom(torch.autograd.Function):
+    """Random numbers in a backward that are no recomputation."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + 0 * torch.rand_like(gradient)
+
+
+class RerunByHand(nn.Module):
+    def __init__(self, replays):
+        super().__init__()
+        self.first, self.block, self.replays = nn.Linear(WIDTH, WIDTH), dropout_block(), replays
+
+    def forward(self, x):
+        return RoundsAtRandom.apply(Rerun.apply(self.block, self.replays, self.first(x)))
+
+
+def test_dropout_that_a_recomputation_by_hand_does_not_replay_is_found():
+    report = check(*regression(lambda: RerunByHand(replays=False)), "cpu")
+    assert [hazard.kind for hazard in report.hazards] == ["dropout-not-replayed"]
+    assert "backward of Rerun" in report.hazards[0].message
+    assert found(*regression(lambda: RerunByHand(replays=True))) == []
+
+
+class NumpyDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.generator = nn.Linear(WIDTH, WIDTH), np.random.default_rng(0)
+
+    def forward(self, x):
+        return self.linear(x) * torch.from_numpy(self.generator.random(WIDTH) < 0.5)
+
+
+def test_a_recomputed_module_that_draws_from_its_own_generator_is_found():
+    report = check(*regression(lambda: Checkpointed(NumpyDropout)), "cpu")
+    assert ("random-numbers-not-replayed", "block") in [(hazard.kind, hazard.module) for hazard in report.hazards]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from models import (
@@ -20,10 +21,10 @@ from models import (
     token_batch,
     token_loss,
 )
-from snugfit import PlanError, Segment, UnsupportedError
+from snugfit import Job, Plan, PlanError, Segment, UnsupportedError, build, estimate, tokens
 from snugfit.training import checkpointing
 from snugfit.training.checkpointing import apply, blocks, every, is_recomputing, match, segments
-from tolerances import EXACT_VALUE
+from tolerances import EXACT_VALUE, FLOAT64
 
 
 def saved_bytes(run):
@@ -498,3 +499,105 @@ def test_what_a_segment_made_is_freed_without_the_collector():
         assert alive() is None
     finally:
         gc.enable()
+
+
+# models of transformers, and compiled ones
+
+
+def causal(kind):
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=50, **sizes, **dropout))
+    else:
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=50, num_key_value_heads=1, tie_word_embeddings=True, **sizes)
+        )
+    return model.double().train()
+
+
+def padded_tokens():
+    ids = torch.randint(0, 50, (6, 8), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(8) < torch.tensor([8, 5, 8, 3, 2, 8])[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def own_loss(model, micro_batch):
+    return model(**micro_batch).loss
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_causal_model_with_its_cache_on_has_the_gradients_of_one_without_recomputation(kind):
+    model, twin, batch = causal(kind), causal(kind), padded_tokens()
+    assert model.config.use_cache is True
+    with pytest.warns(UserWarning, match="use_cache.*False while blocks are recomputed") as caught:
+        handle = apply(model, blocks(model))
+    assert len(caught) == 1
+    assert model.config.use_cache is False
+    own_loss(model, batch).backward(), own_loss(twin, batch).backward()
+    for name, gradient in gradients(twin).items():
+        torch.testing.assert_close(gradients(model)[name], gradient, rtol=FLOAT64, atol=FLOAT64)
+    again = apply(model, blocks(model))  # warnings are errors
+    handle.remove()
+    assert model.config.use_cache is False
+    again.remove()
+    assert model.config.use_cache is True
+    model.config.use_cache = False
+    apply(model, blocks(model)).remove()
+    assert model.config.use_cache is False
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_engines_estimates_and_copies_of_causal_models_take_the_same_way(kind):
+    model, batch = causal(kind), padded_tokens()
+    plan = Plan(batch_size=6, micro_batch_size=3, recompute=blocks(model))
+    job = Job(model, own_loss, lambda m: torch.optim.SGD(m.parameters(), lr=0.1), batch, count=tokens(shift=True))
+    with pytest.warns(UserWarning, match="use_cache"):
+        estimate(job, plan, "cpu")
+    assert model.config.use_cache is True
+    with pytest.warns(UserWarning, match="use_cache"):
+        engine = build(job, plan, "cpu")
+    assert not engine.step(batch).skipped
+    twin = copy.deepcopy(engine)
+    assert not twin.step(batch).skipped
+    assert engine.close().config.use_cache is True
+    assert twin.model.config.use_cache is False
+    assert twin.close().config.use_cache is True
+
+
+def test_an_encoder_of_transformers_is_not_warned_of():
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
+    )
+    model = transformers.BertModel(config)
+    apply(model, blocks(model)).remove()  # warnings are errors
+    assert model.config.use_cache is True
+
+
+def compiled_whole():
+    return torch.compile(LinearStack(), backend="eager")
+
+
+def compiled_inside():
+    model = LinearStack()
+    model.layers[1] = torch.compile(model.layers[1], backend="eager")
+    return model
+
+
+def compiled_in_place():
+    model = LinearStack()
+    model.layers[1].compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("kind", [compiled_whole, compiled_inside, compiled_in_place])
+def test_segments_of_compiled_modules_are_refused_by_name(kind):
+    model = kind()
+    name = next(name for name, _ in model.named_modules() if name.endswith("layers.1"))
+    with pytest.raises(UnsupportedError, match="compiled modules are not recomputed") as caught:
+        apply(model, [Segment(name)])
+    assert caught.value.names == (name,)
+    if kind is not compiled_whole:
+        apply(model, [Segment("layers.0")]).remove()

@@ -11,6 +11,7 @@ import snugfit
 from snugfit import Plan, cli, hardware
 
 JOBS = """
+import sys
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -68,6 +69,18 @@ def loss_raises():
 
 def reads_a_value():
     return make(loss=lambda model, batch: model(batch["x"]).mean() * model(batch["x"]).mean().item())
+
+
+def exits():
+    return make(loss=lambda model, batch: sys.exit(0))
+
+
+def summed():
+    return make(loss=lambda model, batch: (model(batch["x"]) - batch["y"]).square().sum())
+
+
+def log_of_nothing():
+    return make(loss=lambda model, batch: (model(batch["x"]) * 0).log().mean())
 
 
 def nan_loss():
@@ -383,3 +396,71 @@ def test_a_run_without_any_update_fails_and_says_how_to_find_out_why(jobs, call,
     assert "no window of the run made an update" in err
     assert "snugfit diagnose jobs.py:nan_loss" in err
     assert_four_parts(err)
+
+
+@pytest.mark.parametrize("command", ["estimate", "check", "diagnose", "train"])
+def test_a_job_that_ends_the_process_is_an_error_and_not_a_success(command, jobs, call):
+    words = ["--steps", "1"] if command == "train" else []
+    status, out, err = call(command, "jobs.py:exits", "--batch", "4", "--device", "cpu", *words)
+    assert (status, out) == (2, "")
+    assert "the job raised SystemExit" in err
+    assert_four_parts(err)
+
+
+@pytest.mark.parametrize("command", ["check", "diagnose"])
+def test_a_micro_batch_of_nothing_is_refused(command, jobs, call):
+    status, _, err = call(command, "jobs.py", "--micro-batch", "0", "--device", "cpu")
+    assert status == 2
+    assert "micro_batch_size=0" in err
+
+
+def test_a_path_that_cannot_be_written_is_named(jobs, call, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, err = call("estimate", "jobs.py", "--device", "cpu", "-o", "file/report.json")
+    assert status == 2
+    assert "a file or folder cannot be read or written" in err
+    assert_four_parts(err)
+
+
+def test_check_proves_a_job_and_says_what_it_compared(jobs, call, tmp_path):
+    status, out, _ = call("check", "jobs.py", "--device", "cpu", "--recompute", "every:1", "-o", "check.json")
+    assert status == 0
+    assert "batch 8 as 3 x 3, 32-true, recompute 2 segments" in out
+    assert out.rstrip().endswith("passed")
+    document = json.loads((tmp_path / "check.json").read_text())
+    assert document["ok"]
+    assert document["plan"]["micro_batch_size"] == 3
+
+
+def test_check_fails_where_there_is_a_hazard(jobs, call):
+    status, out, _ = call("check", "jobs.py:summed", "--device", "cpu", "--json")
+    assert status == 1
+    assert [hazard["kind"] for hazard in json.loads(out)["hazards"]] == ["sum-returned-as-mean"]
+
+
+def test_diagnose_finds_the_operation_and_says_when_all_is_finite(jobs, call):
+    status, out, _ = call("diagnose", "jobs.py", "--device", "cpu")
+    assert status == 0
+    assert "every value is finite" in out
+    status, out, _ = call("diagnose", "jobs.py:log_of_nothing", "--device", "cpu", "--json")
+    assert status == 1
+    found = json.loads(out)
+    assert (found["op"], found["phase"], found["micro_batch"]) == ("log", "forward", 0)
+
+
+def test_the_policy_of_norms_and_the_update_of_bf16_weights_are_options(jobs, call):
+    words = ("--device", "cpu", "--batch", "4", "--json")
+    status, out, _ = call("estimate", "jobs.py", "--precision", "bf16-true", "--bf16-update", "nearest", *words)
+    assert (status, json.loads(out)["plan"]["bf16_update"]) == (0, "nearest")
+    status, _, err = call("check", "jobs.py", "--norm-policy", "Frozen", *words)
+    assert status == 2
+    assert "norm_policy='frozen'" in err
+
+
+def test_a_saved_window_is_diagnosed_under_its_own_plan(jobs, call):
+    status, _, err = call("train", "jobs.py:nan_loss", "--batch", "8", "--micro-batch", "5", "--steps", "60")
+    assert status == 1
+    assert "nonfinite.pt" in err
+    status, out, _ = call("diagnose", "jobs.py:nan_loss", "--window", "runs/jobs/nonfinite.pt", "--json")
+    assert status == 1
+    assert json.loads(out)["plan"]["micro_batch_size"] == 5

@@ -106,7 +106,20 @@ class Wrapped(nn.Module):
         self.module = module
 
 
-@pytest.mark.parametrize("wrap", [lambda model: model, Wrapped])
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+WRAPPERS = [
+    lambda model: model,
+    Wrapped,
+    compiled,
+    lambda model: Wrapped(compiled(model)),
+    lambda model: compiled(Wrapped(model)),
+]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=["plain", "wrapped", "compiled", "wrapped compiled", "compiled wrapped"])
 def test_the_tokens_of_a_causal_model_of_transformers_are_inferred_and_said(wrap):
     with pytest.warns(UserWarning, match="count inferred"):
         assert settled(UNSAID, wrap(gpt2()), {"labels": LABELS}) == tokens(shift=True)
@@ -137,3 +150,49 @@ def test_a_causal_model_without_a_count_trains_on_the_mean_over_its_tokens():
     assert result.count == 12
     for old, new, gradient in zip(before, model.parameters(), whole, strict=True):
         torch.testing.assert_close(old - new, gradient, **CUT_FLOAT32)
+
+
+def clean_then_ignored():
+    """Windows whose labels hold -100 from the second on, and there in the last micro-batch only."""
+    clean = torch.tensor([[1, 2], [3, 1]])
+    return [clean, torch.tensor([[1, 2], [3, -100]]), torch.tensor([[1, -100], [3, -100]])]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [Engine.step, lambda engine, batch: engine.step_window([{"labels": row[None]} for row in batch["labels"]])],
+)
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_labels_that_are_ignored_from_a_later_batch_on_are_warned_of_once(step, is_reported):
+    model = nn.Embedding(4, 4)
+
+    def loss(model, micro_batch):
+        labels = micro_batch["labels"].flatten()
+        value = nn.functional.cross_entropy(model(labels.clamp(min=0)), labels, reduction="sum")
+        return Loss(value, (labels >= 0).sum()) if is_reported else value / 4
+
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, micro_batch_size=1)
+    warned = []
+    for labels in clean_then_ignored():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step(engine, {"labels": labels})
+        warned.append(sum(str(one.message).startswith("labels hold -100") for one in caught))
+    assert warned == [0, int(not is_reported), 0]
+
+
+@pytest.mark.parametrize("error", [KeyError("mask"), ZeroDivisionError("of nothing"), AttributeError("sum")])
+def test_an_error_inside_of_a_count_says_that_it_was_the_count(error):
+    def count(micro_batch):
+        raise error
+
+    with pytest.raises(BatchError, match="the function given as count failed") as caught:
+        resolve(count, num_samples)({"x": torch.ones(2)})
+    assert caught.value.__cause__ is error
+    assert type(error).__name__ in caught.value.got
+    assert "'x'" in caught.value.expected
+
+
+def test_a_count_that_is_refused_by_name_keeps_its_name():
+    with pytest.raises(BatchError, match="no labels to count tokens in"):
+        resolve(tokens(), num_samples)({"x": torch.ones(2)})

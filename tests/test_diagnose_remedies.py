@@ -1,11 +1,13 @@
 """A remedy is tried before it is named: loss scales, islands, another precision."""
 
 import math
+import re
 
 import pytest
 import torch
 from torch import nn
 
+import snugfit
 from diagnosed_jobs import Around, Maps, Operation, found_in, one_weight, plan_of
 from snugfit import LossScale
 
@@ -101,3 +103,26 @@ def test_the_largest_finite_scale_is_found_below_one_that_is_no_power_of_two():
         loss_scale=LossScale(init_scale=10000.0),
     )
     assert found.finite_loss_scale == 4096.0
+
+
+def test_a_loss_scale_that_a_remedy_names_makes_the_window_finite():
+    options = {"batch": torch.full((4, 1), 10.0), "plan": plan_of(4, precision="16-mixed")}
+    found = found_in(one_weight(), **options)
+    code = re.search(r"loss_scale=(snugfit\.LossScale\(.*?\))", found.remedy)[1]
+    assert found_in(one_weight(), loss_scale=eval(code, {"snugfit": snugfit}), **options).cause == "none"
+
+
+def test_an_island_and_a_precision_that_a_remedy_names_make_the_window_finite():
+    found = found_in(Maps(), plan=plan_of(4, precision="16-mixed"))
+    assert 'use precision="bf16-mixed"' in found.remedy
+    assert found_in(Maps(), plan=plan_of(4, precision="bf16-mixed")).cause == "none"
+    model = Maps()
+    code = re.search(r"snugfit\.precision\.keep_fp32\(.*?\)", found.remedy)[0]
+    job = snugfit.Job(
+        lambda: (eval(code, {"snugfit": snugfit, "model": model}), model)[1],
+        lambda m, x: m(x).float().mean(),
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.0),
+        torch.ones(4, 4),
+        loss_scale=LossScale(init_scale=1.0),
+    )
+    assert snugfit.diagnose(job, plan_of(4, precision="16-mixed"), "cpu", steps=1).cause == "none"

@@ -444,3 +444,88 @@ def test_a_forward_without_gradients_in_the_same_region_loses_no_gradient():
 
     engine = make(model, loss, precision="bf16-mixed")
     assert float(engine.step(torch.ones(2, 4)).grad_norm) > 0
+
+
+# --- optimizers over weights that the model no longer has ---
+
+
+def with_head():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+
+def mean_square(model, x):
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, nn.Sequential])
+def test_an_optimizer_made_before_a_part_was_replaced_is_warned_of_at_set_up(wrap):
+    model = with_head()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[1] = nn.Linear(4, 1)
+    with pytest.warns(UserWarning, match=r"2 parameters of the optimizer are not the model's.*1\.weight"):
+        Engine(wrap(model), optimizer, loss=mean_square)
+
+
+def test_parameters_of_a_loss_alone_and_weights_in_no_optimizer_alone_are_allowed():
+    model, temperature = with_head(), nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+    engine = Engine(model, optimizer, loss=lambda m, x: mean_square(m, x) * temperature)
+    engine.step(torch.ones(2, 4))
+    assert temperature.item() != 1
+    Engine(model, torch.optim.SGD(model[1].parameters(), lr=0.1), loss=mean_square).step(torch.ones(2, 4))
+    model[0].requires_grad_(False)
+    Engine(model, torch.optim.SGD([*model[1].parameters(), temperature], lr=0.1), loss=mean_square)
+
+
+@pytest.mark.parametrize("replace", ["a module", "a weight"])
+def test_a_part_that_is_replaced_later_is_refused_by_name_before_the_window(replace):
+    model = with_head()
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=mean_square)
+    engine.step(torch.ones(2, 4))
+    if replace == "a module":
+        model[1] = nn.Linear(4, 1)
+    else:
+        model[1].weight = nn.Parameter(model[1].weight.detach().clone())
+    before = state_of(model)
+    for _ in range(2):
+        with pytest.raises(PlanError, match=r"the parameter 1\.weight was replaced"):
+            engine.step(torch.ones(2, 4))
+    assert same_bits(before, state_of(model))
+    engine.optimizers[0].param_groups[0]["params"] = list(model.parameters())
+    assert not engine.step(torch.ones(2, 4)).skipped
+
+
+def test_layers_that_are_frozen_unfrozen_or_added_with_an_optimizer_of_theirs_are_fine():
+    model = with_head()
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=mean_square)
+    for trains in (False, True):
+        model[0].requires_grad_(trains)
+        engine.step(torch.ones(2, 4))
+    model.append(nn.Linear(1, 1))
+    engine.optimizers[0].add_param_group({"params": list(model[2].parameters())})
+    engine.step(torch.ones(2, 4))
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+
+
+@pytest.mark.parametrize("limit", [True, False, 0, -1.0, float("nan"), "1"])
+def test_a_limit_of_the_norm_that_is_no_positive_number_is_refused(limit):
+    model = with_head()
+    with pytest.raises(PlanError, match="max_grad_norm must be positive"):
+        Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=mean_square, max_grad_norm=limit)
+
+
+def test_an_infinite_limit_of_the_norm_clips_nothing():
+    found = []
+    for limit in (None, float("inf")):
+        torch.manual_seed(0)
+        model = with_head()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        Engine(model, optimizer, loss=mean_square, max_grad_norm=limit).step(torch.ones(2, 4))
+        found.append(state_of(model))
+    assert same_bits(*found)
+
+
+def test_a_micro_batch_size_that_is_a_truth_value_is_refused():
+    model = with_head()
+    with pytest.raises(PlanError, match="micro_batch_size must be a whole number"):
+        Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=mean_square, micro_batch_size=True)

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -255,7 +256,86 @@ def sparse(rank):
     return [*model.weight.flatten().tolist(), float(result.grad_norm)]
 
 
-SCENARIOS = (several, empty_at_the_end, reaching, contradicting, unused, uneven, closing, sparse)
+def refused(rank):
+    """One rank alone refuses, before its last micro-batch or behind it; the next window goes on."""
+    model = Weight(0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = Engine(DistributedDataParallel(model), optimizer, loss=mean_product)
+    found = []
+    for refuses, early in ((0, False), (1, True), (0, True), (None, False)):
+        with engine.window([torch.ones(1), torch.ones(2)]) as window:
+            for i, micro_batch in enumerate(window):
+                if refuses == rank and early and i == 0:
+                    window.skip("seen enough")
+                    continue
+                window.backward(engine.model(micro_batch).mean())
+            if refuses == rank and not early:
+                window.skip("a spike")
+        engine.check_ranks()
+        found.append([window.result.reason or "", model.w.item()])
+    return found
+
+
+class Branches(nn.Module):
+    """Two layers, of which the second is used for samples that say so, and one that is not used at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x, uses_second):
+        return self.first(x) + (self.second(x) if uses_second else 0)
+
+
+UNREACHED = {
+    "on all ranks": ((1, 1, 0), (1, 1, 0)),
+    "on one rank": ((1, 0), (1, 1, 1)),
+    "whenever another reaches it": ((0, 0), (1, 0)),
+    "nowhere": ((1, 1, 1), (1, 1, 1)),
+}
+
+
+def unreached(rank):
+    """A parameter that the last micro-step does not reach, with views of buckets and without, in one bucket or many."""
+    found = {}
+    for name, uses in UNREACHED.items():
+        for options in ({}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 1e-4}):
+            torch.manual_seed(0)
+            model = Branches().double()
+            model.third.requires_grad_(False)
+            batches = [[regression_batch(2, torch.float64) for _ in pattern] for pattern in uses]
+
+            def loss(model, micro_batch):
+                return (model(micro_batch["x"], micro_batch["uses"]) - micro_batch["y"]).square().mean()
+
+            parts = [
+                [{**batch, "uses": torch.tensor(bool(use))} for batch, use in zip(given, pattern, strict=True)]
+                for given, pattern in zip(batches, uses, strict=True)
+            ]
+            everything = [micro_batch for mine in parts for micro_batch in mine]
+            whole = sum(loss(model, micro_batch) for micro_batch in everything) / len(everything)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            wanted = torch.autograd.grad(whole, trained, allow_unused=True)
+            wanted = [torch.zeros_like(p) if g is None else g for p, g in zip(trained, wanted, strict=True)]
+            keep = Keep(model.first)
+            keep.add_param_group({"params": list(model.second.parameters())})
+            engine = Engine(
+                DistributedDataParallel(model, **options),
+                keep,
+                loss=loss,
+                count=lambda micro_batch: len(micro_batch["x"]),
+            )
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    engine.step_window(parts[rank])
+            errors = [error_of(gradients, wanted) for gradients in keep.seen]
+            said = [str(one.message) for one in caught if "of this rank reached second" in str(one.message)]
+            found[f"{name}, {options}"] = [*errors, len(said)]
+    return found
+
+
+SCENARIOS = (several, empty_at_the_end, reaching, contradicting, unused, uneven, closing, sparse, refused, unreached)
 
 
 def one_rank(rank, folder):
@@ -338,3 +418,17 @@ def test_c038_a_closure_s_evaluations_are_those_of_all_ranks(ranks):
 def test_sparse_gradients_are_averaged_over_all_ranks(ranks):
     for found in ranks["sparse"]:
         assert found == [-0.25, -0.5, -0.25, 0.0, pytest.approx(0.375**0.5)]
+
+
+def test_a_window_that_one_rank_refuses_is_refused_by_all_and_the_next_one_goes_on(ranks):
+    for found in ranks["refused"]:
+        assert found == [["refused", 0.0]] * 3 + [["", -1.0]]
+
+
+def test_a_parameter_that_the_last_micro_batch_does_not_reach_is_reduced_exactly(ranks):
+    for rank, found in enumerate(ranks["unreached"]):
+        assert not isinstance(found, str), found
+        assert len(found) == 3 * len(UNREACHED)
+        for name, (first, second, warned) in found.items():
+            assert max(first, second) <= FLOAT64, name
+            assert bool(warned) == (name.startswith("whenever") and rank == 0), name

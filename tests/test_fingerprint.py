@@ -65,7 +65,11 @@ def test_a_plan_without_a_fingerprint_is_for_any_model(planned):
 
 def test_a_fingerprint_ignores_values_types_and_wrappers():
     model = job().model()
-    assert fingerprint.of(model) == fingerprint.of(job().model().to(torch.bfloat16))
+    expected = fingerprint.of(job().model().to(torch.bfloat16))
+    assert fingerprint.of(model) == expected
+    assert fingerprint.of(torch.compile(model, backend="eager")) == expected
+    model[0] = torch.compile(model[0], backend="eager")
+    assert fingerprint.of(model) == expected
 
 
 def test_a_frozen_parameter_changes_what_is_trained():

@@ -329,3 +329,23 @@ def test_c034_the_offered_fix_makes_an_exact_master_and_training_runs():
     assert parameter.item() != pytest.approx(0.25, abs=EXACT_VALUE)
     assert same_bits(frozen, state_of(model.frozen))
     assert model.frozen.weight.dtype == torch.float16
+
+
+@pytest.mark.parametrize(("name", "dtype"), HALVES)
+def test_a_packed_sequence_is_cast_for_an_island(name, dtype):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.lstm = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+        def forward(self, x):
+            packed = nn.utils.rnn.pack_padded_sequence(self.first(x), torch.tensor([3, 1]), batch_first=True)
+            assert packed.data.dtype == dtype
+            return self.lstm(packed)[0]
+
+    model = Recurrent()
+    keep_fp32(model, "lstm")
+    with autocast(name, "cpu"):
+        result = model(torch.randn(2, 3, WIDTH))
+    assert result.data.dtype == torch.float32
+    assert result.batch_sizes.tolist() == [2, 1, 1]

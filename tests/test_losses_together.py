@@ -366,3 +366,56 @@ def test_an_out_of_memory_error_between_two_denominators_restarts_the_window():
         engine.step(batch)
     assert engine.micro_batch_size == 1
     assert relative_error(keep.seen[-1], wanted) <= FLOAT64
+
+
+ONLY = {
+    "a generator": (lambda model: model.parameters(), "list it once"),
+    "a zip": (lambda model: zip(model.parameters(), strict=True), "list it once"),
+    "a parameter itself": (lambda model: next(model.parameters()), "list"),
+    "a number": (lambda model: 3, "list"),
+    "names": (lambda model: ["w"], "list of parameters"),
+    "nothing": (lambda model: [], "leave a loss that trains nothing out"),
+    "a module without parameters": (lambda model: nn.Tanh(), "leave a loss that trains nothing out"),
+    "frozen parameters": (lambda model: [nn.Parameter(torch.ones(1), requires_grad=False)], "leave a loss"),
+}
+
+
+@pytest.mark.parametrize("name", ONLY)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_what_names_no_parameters_or_only_once_is_refused(name, by_hand):
+    make, hint = ONLY[name]
+    model = Weight()
+    only = make(model)
+    engine = Engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        loss=lambda m, x: Loss(m(x).sum(), only=only),
+        micro_batch_size=1,
+    )
+
+    def run():
+        if not by_hand:
+            engine.step(torch.ones(2))
+            return
+        with engine.window(torch.ones(2)) as window:
+            for x in window:
+                window.backward(model(x).mean(), only=only)
+
+    with pytest.raises(PlanError, match="only= does not name parameters") as caught:
+        run()
+    assert hint in caught.value.hint
+    assert model.w.item() == 1
+
+
+@pytest.mark.parametrize("make", [list, tuple, dict.fromkeys, lambda p: nn.ParameterList(p)])
+def test_any_container_of_parameters_can_be_named_again_and_again(make):
+    model = Weight()
+    only = make(list(model.parameters()))
+    engine = Engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        loss=lambda m, x: Loss(m(x).sum(), only=only),
+        micro_batch_size=1,
+    )
+    engine.step(torch.ones(2))
+    assert model.w.item() == 0

@@ -332,15 +332,95 @@ def test_an_out_of_memory_error_in_a_window_counts_no_micro_batch_twice():
     assert model.norm.num_batches_tracked == 1
 
 
-def test_a_forward_between_windows_moves_no_statistics_under_the_policy_window():
-    model = OneLayer()
+def test_a_forward_between_windows_is_torch_s_and_is_not_counted_in_the_next_window():
+    model, twin = OneLayer(), OneLayer()
     engine = engine_of(model, "window")
     engine.step(column(-1.0, 1.0, 1.0, 3.0))
-    before = state_of(model.norm)
-    model(100 * torch.randn(4, 1))
-    assert same_bits(state_of(model.norm), before)
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(4, 1)
+    model(x), twin(x)
+    assert same_bits(state_of(model.norm), state_of(twin.norm))
+    before = model.norm.running_mean.item()
     engine.step(column(-1.0, 1.0, 1.0, 3.0))
-    assert model.norm.running_mean.item() == pytest.approx(0.19, abs=EXACT_VALUE)
+    assert model.norm.running_mean.item() == pytest.approx(0.9 * before + 0.1, abs=EXACT_VALUE)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.filterwarnings(MICRO)
+def test_an_average_of_the_weights_gets_its_statistics_by_update_bn(policy):
+    """A deep copy is torch's, whatever the engine does with the layers that it drives."""
+    model = ConvBatchNorm()
+    engine = engine_of(model, policy, batch=4, micro=2, loss=squared_error)
+    engine.step(images(4))
+    plain = ConvBatchNorm()
+    plain.load_state_dict(model.state_dict())
+    averaged, wanted = (torch.optim.swa_utils.AveragedModel(one) for one in (model, plain))
+    loader = [images(4)["x"] for _ in range(3)]
+    for one in (averaged, wanted):
+        torch.optim.swa_utils.update_bn(loader, one)
+    assert same_bits(state_of(averaged.module), state_of(wanted.module))
+    assert averaged.module.features[0][1].num_batches_tracked == 3
+    norms.to_group_norm(averaged.module, 2)  # nothing of the engine is left on it
+    before = state_of(model)
+    averaged(loader[0])
+    assert same_bits(before, state_of(model))
+
+
+def test_update_bn_works_between_the_windows_of_an_engine_too():
+    model, plain = ConvBatchNorm(), ConvBatchNorm()
+    engine_of(model, "window", loss=squared_error).step(images(4))
+    plain.load_state_dict(model.state_dict())
+    loader = [images(4)["x"] for _ in range(3)]
+    for one in (model, plain):
+        torch.optim.swa_utils.update_bn(loader, one)
+    assert same_bits(state_of(model), state_of(plain))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.filterwarnings(MICRO)
+def test_a_copied_engine_drives_the_layers_of_its_own_model(policy):
+    engine = engine_of(ConvBatchNorm(), policy, loss=squared_error)
+    engine.step(images(4))
+    twin, batch = copy.deepcopy(engine), images(4)
+    for one in (engine, twin):
+        one.model.train()
+        one.step(batch)
+    assert same_bits(state_of(engine.model), state_of(twin.model))
+    assert twin.close().features[0][1].training
+
+
+@pytest.mark.parametrize("policy", ["window", "frozen"])
+def test_what_two_engines_need_stays_until_the_second_is_closed(policy):
+    model = ConvBatchNorm()
+    settings = {"recompute": checkpointing.blocks(model), "loss": squared_error, "batch": 4}
+    first, second = engine_of(model, policy, **settings), engine_of(model, policy, **settings)
+    first.step(images(4))
+    first.close(), first.close()
+    assert all("forward" in block.__dict__ for block in model.features)
+    before = int(model.features[0][1].num_batches_tracked)
+    assert second.step(images(4)).num_micro_batches == 2
+    assert model.features[0][1].num_batches_tracked == before + (policy == "window")
+    second.close()
+    assert not any({"forward", "train"} & vars(module).keys() for module in model.modules())
+    again = engine_of(model, policy, **{**settings, "recompute": (Segment("features.0"),)})
+    assert not again.step(images(4)).skipped
+
+
+def test_an_engine_that_was_dropped_keeps_nothing_on_the_model():
+    model = ConvBatchNorm()
+    settings = {"recompute": checkpointing.blocks(model), "loss": squared_error}
+    engine_of(model, "window", **settings)
+    engine_of(model, "window", **settings).close()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_an_engine_without_a_policy_beside_one_that_pools_has_torch_s_statistics():
+    model = OneLayer()
+    pooling, plain = engine_of(model, "window"), engine_of(model, micro=4)
+    plain.step(column(-1.0, 1.0, 1.0, 3.0))
+    assert model.norm.num_batches_tracked == 1
+    pooling.step(column(-1.0, 1.0, 1.0, 3.0))
+    assert model.norm.num_batches_tracked == 2
 
 
 def test_a_buffer_that_only_a_window_without_update_changes_is_warned_of_by_name():

@@ -113,6 +113,8 @@ def test_freezing_twice_is_freezing_once_and_removing_gives_the_mode_that_was_as
     second = norms.freeze(model)
     assert first.layers == second.layers == ("features.0.1", "features.1.1")
     first.remove()
+    assert not model.train().features[0][1].training  # the second still needs it
+    second.remove()
     assert all(module.training for module in model.modules())
     second.remove()
     norms.freeze(model)

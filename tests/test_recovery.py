@@ -312,3 +312,118 @@ def test_random_states_come_back():
     drawn = [torch.rand(2).tolist(), random.random(), np.random.rand()]
     random_states.restore(states, device)
     assert [torch.rand(2).tolist(), random.random(), np.random.rand()] == drawn
+
+
+class Bag:
+    """A batch that only its own split understands."""
+
+    def __init__(self, values):
+        self.values = values
+
+
+def split_bag(bag, size):
+    return [Bag(part) for part in bag.values.split(size)]
+
+
+def fitting(limit, calls):
+    """Loss that runs out of memory above a number of samples."""
+
+    def loss(model, bag):
+        values = bag.values if isinstance(bag, Bag) else bag
+        calls.append(len(values))
+        if len(values) > limit:
+            raise torch.OutOfMemoryError
+        return model(values).mean()
+
+    return loss
+
+
+def weighed(limit, calls, **settings):
+    model = Weight(0.0)
+    return Engine(model, torch.optim.SGD(model.parameters(), lr=1.0), loss=fitting(limit, calls), **settings)
+
+
+VALUES = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+
+
+@pytest.mark.filterwarnings("ignore:out of memory with")
+@pytest.mark.parametrize("step", [Engine.step, lambda engine, bag: engine.step_window([bag])])
+def test_batches_that_only_the_users_split_understands_are_halved_by_it(step):
+    calls = []
+    engine = weighed(2, calls, split=split_bag, count=lambda bag: len(bag.values))
+    step(engine, Bag(VALUES))
+    assert calls == [8, 4, 2, 2, 2, 2]
+    assert engine.model.w.item() == -4.5
+
+
+@pytest.mark.filterwarnings("ignore:out of memory with")
+def test_out_of_memory_with_one_sample_is_said_of_one_sample_only():
+    calls = []
+    engine = weighed(0, calls, split=split_bag, count=lambda bag: len(bag.values))
+    with pytest.raises(DeviceMemoryError, match="a micro-batch of one sample"):
+        engine.step(Bag(VALUES))
+    assert calls == [8, 4, 2, 1]
+
+
+@pytest.mark.filterwarnings("ignore:out of memory with")
+def test_step_window_keeps_the_size_that_fits_and_cuts_only_what_is_larger():
+    calls = []
+    engine = weighed(2, calls)
+    found = []
+    for window in ([VALUES], [VALUES], [VALUES[:2], VALUES[2:3], VALUES[3:]]):
+        calls.clear()
+        engine.step_window(window)
+        found.append(list(calls))
+    assert found == [[8, 4, 2, 2, 2, 2], [2, 2, 2, 2], [2, 1, 2, 2, 1]]
+    assert engine.model.w.item() == -4.5 * 3
+    other = weighed(2, calls)
+    other.load_state_dict(engine.state_dict())
+    calls.clear()
+    other.step_window([VALUES])
+    assert calls == [2, 2, 2, 2]
+
+
+class Masked(nn.Module):
+    """A weight beside a buffer that is a view which overlaps itself."""
+
+    def __init__(self, mask, writes):
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("mask", mask)
+        self.writes = writes
+
+    def forward(self, x):
+        if self.writes:
+            self.mask[(slice(1),) * self.mask.dim()].add_(1)
+        return self.linear(x * (self.mask if self.mask.dim() == 1 else self.mask[0]))
+
+
+@pytest.mark.filterwarnings("ignore:out of memory with")
+@pytest.mark.parametrize("failure", ["memory", "gradient", "loss"])
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize(("base", "shape"), [((1,), (4,)), ((1, 1), (2, 4)), ((4,), (3, 4)), ((3, 1), (3, 4))])
+def test_buffers_that_are_expanded_views_are_taken_back(failure, writes, base, shape):
+    mask = torch.ones(base).expand(shape)
+    model = Masked(mask, writes)
+    calls = []
+
+    def loss(model, x):
+        calls.append(len(x))
+        value = model(x).square().mean()
+        if len(calls) == 1 and failure == "memory":
+            raise torch.OutOfMemoryError
+        if len(calls) == 1 and failure == "loss":
+            raise ValueError("boom")
+        return value * float("nan") if failure == "gradient" else value
+
+    engine = Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+    if failure == "loss":
+        with pytest.raises(ValueError, match="boom"):
+            engine.step(torch.ones(4, 4))
+    else:
+        engine.step(torch.ones(4, 4))
+    forwards = len(calls) - 1 if failure == "memory" else 0
+    wanted = torch.ones(base)
+    wanted[(slice(1),) * len(base)] += writes * forwards
+    assert model.mask is mask
+    assert torch.equal(mask, wanted.expand(shape))

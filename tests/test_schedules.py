@@ -7,7 +7,7 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, OneCycleLR, SequentialL
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from models import Weight, mean_product
-from snugfit import Engine, PlanError
+from snugfit import Engine, PlanError, UnsupportedError
 
 NAN = torch.tensor([float("nan")])
 
@@ -109,3 +109,74 @@ def test_arguments_that_are_no_functions_are_refused_by_name():
         Engine(model, optimizer, loss=None)
     with pytest.raises(PlanError, match="split cannot be called"):
         Engine(model, optimizer, loss=mean_product, split=3)
+
+
+class Timm:
+    """Steps by the number of the epoch."""
+
+    def step(self, epoch, metric=None):
+        raise AssertionError("never called")
+
+
+def test_a_scheduler_whose_step_needs_an_argument_is_refused_at_set_up():
+    with pytest.raises(UnsupportedError, match=r"Timm.step\(\) needs an argument") as caught:
+        make(scheduler=Timm())
+    assert caught.value.got == "step(epoch)"
+
+
+def test_a_step_with_arguments_that_may_be_left_out_is_fine():
+    class Lenient:
+        steps = 0
+
+        def step(self, epoch=None, *more, **options):
+            self.steps += 1
+
+    engine, _ = make(scheduler=(scheduler := Lenient()))
+    engine.step(torch.ones(1))
+    assert scheduler.steps == 1
+
+
+def test_a_second_scheduler_that_raises_does_not_make_the_first_look_stepped_by_the_loop():
+    engine, optimizer = make()
+    engine.runner.schedulers = (first := StepLR(optimizer, 1), OneCycleLR(optimizer, 0.1, total_steps=2))
+    engine.step(torch.ones(1))
+    engine.step(torch.ones(1))
+    for steps in (3, 4):
+        with pytest.raises(ValueError, match="Tried to step"):
+            engine.step(torch.ones(1))
+        assert first.last_epoch == engine.step_count == steps
+
+
+def test_engines_that_share_a_scheduler_are_told_so():
+    engine, optimizer = make()
+    scheduler = StepLR(optimizer, 1)
+    engines = [Engine(engine.model, optimizer, loss=mean_product, scheduler=scheduler) for _ in range(2)]
+    engines[0].step(torch.ones(1))
+    engines[1].step(torch.ones(1))
+    with pytest.raises(PlanError, match="stepped outside of the engine") as caught:
+        engines[0].step(torch.ones(1))
+    assert "of several engines only one may hold it" in caught.value.hint
+
+
+def test_a_scheduler_of_another_optimizer_is_refused_at_once():
+    other = torch.optim.SGD(Weight(0.0).parameters(), lr=1.0)
+    with pytest.raises(PlanError, match="belongs to another optimizer"):
+        make(scheduler=StepLR(other, 1))
+
+
+def test_a_path_is_no_plan():
+    with pytest.raises(PlanError, match="not a plan") as caught:
+        make(plan="plan.json")
+    assert "Plan.load" in caught.value.hint
+
+
+def test_a_loss_function_that_returns_more_than_its_loss_is_told_so():
+    model = nn.Linear(2, 3)
+    engine = Engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=lambda model, x: (model(x).square().mean(), model(x)),
+    )
+    with pytest.raises(PlanError, match="taken as several losses") as caught:
+        engine.step(torch.ones(5, 2))
+    assert "(5, 3)" in caught.value.got

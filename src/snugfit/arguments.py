@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from torch.utils.data import DataLoader
 
-from snugfit import hardware, sizes
+from snugfit import hardware, runs, sizes
 from snugfit.errors import PlanError
 from snugfit.jobs import Job
 from snugfit.memory import tracing
@@ -42,7 +42,11 @@ class Request(Output):
         int | None, typer.Option("--batch", help="Samples per update, all ranks; else the example's, or 32.")
     ] = None
     micro_batch: Annotated[int | None, typer.Option("--micro-batch", help="Samples of one forward.")] = None
-    precision: Annotated[str | None, typer.Option("--precision", help="32-true, 16-mixed or bf16-mixed.")] = None
+    precision: Annotated[str | None, typer.Option("--precision", help="32-true, 16-mixed, bf16-mixed, bf16-true.")] = (
+        None
+    )
+    bf16_update: Annotated[str | None, typer.Option("--bf16-update", help="Of bf16-true: see Plan.bf16_update.")] = None
+    norm_policy: Annotated[str | None, typer.Option("--norm-policy", help="micro, window or frozen.")] = None
     recompute: Annotated[str | None, typer.Option("--recompute", help="none, blocks, every:K, segments:N.")] = None
     world_size: Annotated[int, typer.Option("--world-size", help="Number of ranks.")] = 1
     shard: Annotated[str | None, typer.Option("--shard", help="none, ddp or fsdp.")] = None
@@ -77,6 +81,8 @@ class Request(Output):
             "micro_batch_size": self.micro_batch,
             "precision": self.precision,
             "recompute": segments,
+            "bf16_update": self.bf16_update,
+            "norm_policy": self.norm_policy,
             "shard": self.shard,
         }
         return {name: value for name, value in values.items() if value is not None}
@@ -120,6 +126,7 @@ class PlannedRequest(FileRequest):
         """The plan of a file, which no option may contradict."""
         values = {"--batch": self.batch, "--micro-batch": self.micro_batch, "--precision": self.precision}
         values |= {"--recompute": self.recompute, "--shard": self.shard}
+        values |= {"--bf16-update": self.bf16_update, "--norm-policy": self.norm_policy}
         named = [option for option, value in values.items() if value is not None]
         if named:
             raise PlanError(
@@ -139,10 +146,8 @@ class ProofRequest(PlannedRequest):
         """The plan that the options describe: three micro-batches where they are silent."""
         is_open = self.batch is None and callable(job.batch)
         size = _PROOF_BATCH_SIZE * self.world_size if is_open else self.batch_size(job)
-        micro_batch_size = self.micro_batch or -(-size // max(1, self.world_size) // _PROOF_MICRO_BATCHES)
-        return Plan(
-            **{**self.given(job), "micro_batch_size": micro_batch_size}, batch_size=size, world_size=self.world_size
-        )
+        third = max(1, -(-size // max(1, self.world_size) // _PROOF_MICRO_BATCHES))
+        return Plan(**{"micro_batch_size": third, **self.given(job)}, batch_size=size, world_size=self.world_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +155,19 @@ class DiagnoseRequest(ProofRequest):
     """A request to find where the first non-finite value comes from."""
 
     window: Annotated[Path | None, typer.Option("--window", help="A window that train saved.")] = None
-    steps: Annotated[int, typer.Option("--steps", help="Windows to look at.")] = 3
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="Windows to look at; else 20 of the job's data, 3 without data.")
+    ] = None
+
+    def planned(self, job: Job) -> Plan:
+        """The plan of the file, the one that lies beside a saved window, or the one that the options describe."""
+        beside = None if self.window is None else self.window.parent / runs.PLAN
+        is_open = self.plan_file is None and not self.given(job) and self.batch is None
+        return (
+            self.loaded(beside)
+            if beside is not None and is_open and beside.exists()
+            else ProofRequest.planned(self, job)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

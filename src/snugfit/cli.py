@@ -186,7 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show = getattr(error, "format_message", None)  # what typer's parser raises has no public type
         if show is None:
             raise
-        command = f"snugfit {given[0]}" if given and not given[0].startswith("-") else "snugfit"
+        known = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+        command = f"snugfit {given[0]}" if given[0] in known else "snugfit"
         unreadable = PlanError(
             f"cannot read the command line: {show()}",
             got=shlex.join(["snugfit", *given]),
@@ -282,7 +283,7 @@ def _answer(act: Callable[[], int], request: Output) -> int:
         warnings.showwarning = lambda message, *_, **__: tables.warning(str(message), said)
         try:
             return act()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if request.debug:
                 traceback.print_exc()
             named = error if isinstance(error, SnugfitError) else _named(error)
@@ -294,8 +295,15 @@ def _answer(act: Callable[[], int], request: Output) -> int:
             return DOES_NOT_FIT
 
 
-def _named(error: Exception) -> SnugfitError:
+def _named(error: BaseException) -> SnugfitError:
     """An error that is not ours, most often of the user's model or loss, in the form of ours."""
+    if isinstance(error, OSError) and error.filename is not None and not users_line(error):
+        return PlanError(
+            "a file or folder cannot be read or written",
+            got=f"{error.strerror}: {error.filename}",
+            expected="a path that can be",
+            hint="check the path and its permissions",
+        )
     where = users_line(error)
     message = str(error).strip()
     shown = message if len(message) <= _LONGEST_GOT else f"{message[:_LONGEST_GOT]} ..."

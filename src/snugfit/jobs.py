@@ -203,11 +203,12 @@ def check_training_options(
             expected='"samples", snugfit.tokens(...) or a function of a micro-batch',
             hint='pass count="samples"',
         )
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
+    is_limit = isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0 and not isinstance(max_grad_norm, bool)
+    if max_grad_norm is not None and not is_limit:
         raise PlanError(
             "max_grad_norm must be positive",
             got=f"max_grad_norm={max_grad_norm!r}",
-            expected="> 0, or None",
+            expected="a number > 0 (inf clips nothing), or None",
             hint="pass max_grad_norm=1.0, or leave it out",
         )
     if not isinstance(max_skipped_windows, int) or max_skipped_windows < 1:

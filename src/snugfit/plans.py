@@ -28,10 +28,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "sync": ("window", "micro"),
     "shard": ("none", "ddp", "fsdp"),
 }
-_TYPES: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
-    ("recompute", (tuple, list), "a tuple of snugfit.Segment"),
-    ("uneven", bool, "True or False"),
-    ("fingerprint", (str, type(None)), "a string or None"),
+_TYPES: tuple[tuple[str, type | tuple[type, ...], str, str], ...] = (
+    ("recompute", (tuple, list), "a tuple of snugfit.Segment", "write recompute=snugfit.checkpointing.blocks(model)"),
+    ("uneven", bool, "True or False", "leave it out for its default"),
+    ("fingerprint", (str, type(None)), "a string or None", "leave it out for its default"),
 )
 _COUNTS = ("batch_size", "micro_batch_size", "world_size", "loss_chunks")
 
@@ -121,13 +121,13 @@ class Plan:
     def __post_init__(self) -> None:
         for name in _COUNTS:
             _check_count(name, getattr(self, name))
-        for name, type_, expected in _TYPES:
+        for name, type_, expected, hint in _TYPES:
             if not isinstance(getattr(self, name), type_):
                 raise PlanError(
                     f"{name} has a wrong type",
                     got=f"{name}={getattr(self, name)!r}",
                     expected=expected,
-                    hint="leave it out for its default",
+                    hint=hint,
                 )
         for name, choices in _CHOICES.items():
             _check_choice(name, getattr(self, name), choices)
@@ -314,11 +314,11 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
             f"unknown {name}",
             got=f"{name}={value!r}",
             expected=" | ".join(map(repr, choices)),
-            hint=f"choose {name}={_nearest(str(value), choices)!r}",
+            hint=f"choose {name}={nearest(str(value), choices)!r}",
         )
 
 
-def _nearest(value: str, choices: tuple[str, ...]) -> str:
+def nearest(value: str, choices: tuple[str, ...]) -> str:
     """The choice that was probably meant: ``bf16`` means ``bf16-mixed``, ``fp16`` means ``16-mixed``."""
     begun = [choice for choice in choices if value and choice.startswith(value)]
     named = [choice for choice in choices if choice.partition("-")[0] in value]

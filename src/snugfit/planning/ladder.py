@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from snugfit.memory.reports import MemoryReport
 from snugfit.plans import Plan
 
-FULL_BATCH = "full batch, fp32"
+FULL_BATCH = "full batch"
 MIXED_PRECISION = "mixed precision"
 ACCUMULATION = "gradient accumulation"
 CHECKPOINTING = "activation checkpointing"

@@ -51,6 +51,11 @@ def describe(recompute: tuple[Segment, ...]) -> str:
     return "nothing" if not recompute else f"{len(recompute)} segments"
 
 
+def short(precision: str) -> str:
+    """A precision in a table: fp32 for ``"32-true"``."""
+    return "fp32" if precision == "32-true" else precision
+
+
 def micro_batch_sizes(num_samples: int, largest: int) -> tuple[int, ...]:
     """Sizes up to the largest that are worth timing: the largest itself, even cuts, and divisors of the batch."""
     even = {-(-num_samples // steps) for steps in range(1, num_samples + 1)}

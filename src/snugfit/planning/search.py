@@ -110,7 +110,7 @@ class _Search:
         first = replace(self.first, fingerprint=self.first.fingerprint or fingerprint.of(model))
         start = replace(first, precision=precisions[0].value, recompute=recomputations[0].value)
         mixed = replace(start, precision=precisions[-1].value)
-        rungs = [(FULL_BATCH, self._exact(start))]
+        rungs = [(f"{FULL_BATCH}, {options.short(start.precision)}", self._exact(start))]
         if mixed != start:
             rungs.append((MIXED_PRECISION, self._judge(mixed)))
         if not rungs[-1][1].fits:

@@ -11,7 +11,7 @@ from torch import nn
 
 from snugfit.errors import PlanError, UnsupportedError
 from snugfit.plans import Plan
-from snugfit.training import closures, gradients, precision, updates
+from snugfit.training import closures, gradients, precision, updates, wide_sums
 
 _NOT_YET = {
     "shard": ("none", "pass a model that is wrapped in DDP to snugfit.Engine"),
@@ -37,11 +37,14 @@ def check(
         check_plan(plan)
     precision.check_name(precision_name)
     _check_optimizers(model, optimizers)
+    Membership(model, optimizers).warn()
     closures.check(optimizers, precision_name)
     _check_model(model)
     gradients.check_sparse_modules(model, optimizers)
     if precision_name == "bf16-true":
         _check_bf16(model, optimizers)
+    elif precision_name != "16-mixed":
+        wide_sums.warn_of_half_weights(model, optimizers, precision_name)
     if precision_name == "16-mixed":
         precision.refuse_half_weights(model)
         if nonfinite == "ignore":
@@ -92,7 +95,8 @@ def size_and_precision(plan: Plan | None, micro_batch_size: int | None, name: st
     Raises:
         PlanError: A size below 1, or an argument that contradicts the plan.
     """
-    if micro_batch_size is not None and (not isinstance(micro_batch_size, int) or micro_batch_size < 1):
+    is_size = isinstance(micro_batch_size, int) and not isinstance(micro_batch_size, bool) and micro_batch_size >= 1
+    if micro_batch_size is not None and not is_size:
         raise PlanError(
             "micro_batch_size must be a whole number of at least 1",
             got=f"micro_batch_size={micro_batch_size!r}",
@@ -101,6 +105,13 @@ def size_and_precision(plan: Plan | None, micro_batch_size: int | None, name: st
         )
     if plan is None:
         return micro_batch_size, name
+    if not isinstance(plan, Plan):
+        raise PlanError(
+            "this is not a plan",
+            got=f"plan={plan!r}",
+            expected="snugfit.Plan, or None",
+            hint='load a file with snugfit.Plan.load("plan.json")',
+        )
     given = {"micro_batch_size": micro_batch_size, "precision": None if name in ("32-true", "auto") else name}
     for field, value in given.items():
         if value is not None and value != getattr(plan, field):
@@ -134,6 +145,64 @@ def precision_on_its_device(name: str, model: nn.Module) -> tuple[str, str]:
     found, reason = precision.resolve(name, device)
     precision.warn_of_emulation(found, device)
     return found, reason
+
+
+class Membership:
+    """Which parameters of optimizers are the model's, and notices when some are replaced.
+
+    Parameters of an optimizer that the model does not hold are allowed (a loss may have its own), and so are trainable
+    ones that no optimizer holds; both together mean that an optimizer was made for other weights.
+
+    Args:
+        model: As it is now.
+        optimizers: Over its parameters.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._foreign, self._left_out = self._look()
+
+    def warn(self) -> None:
+        """Warn, at set-up, where an optimizer seems to hold what the model no longer does."""
+        if self._foreign and self._left_out:
+            warnings.warn(
+                f"{len(self._foreign)} parameters of the optimizer are not the model's, and {len(self._left_out)} "
+                f"trainable ones of the model are in no optimizer, the first is {next(iter(self._left_out.values()))}: "
+                "if a part of the model was replaced (a new head, resize_token_embeddings), make the optimizer "
+                "afterwards; else freeze what is not trained with requires_grad_(False)",
+                stacklevel=5,
+            )
+
+    def check(self) -> None:
+        """Refuse a model whose parameters were replaced since.
+
+        Raises:
+            PlanError: An optimizer still holds what the model held before, and nothing holds what it holds now.
+        """
+        foreign, left_out = self._look()
+        replaced = foreign - self._foreign
+        new = [name for one, name in left_out.items() if one not in self._left_out]
+        if replaced and new:
+            raise PlanError(
+                f"the parameter {new[0]} was replaced after its optimizer was made, and would not be trained",
+                got=f"{len(replaced)} parameters of optimizers that the model does not hold any more, {len(new)} new "
+                "ones in none",
+                expected="optimizers over the model's parameters as they are now",
+                hint="replace parts of a model before its optimizer is made, or make a new optimizer and engine",
+                names=tuple(new),
+            )
+        self._foreign, self._left_out = foreign, left_out
+
+    def _look(self) -> tuple[set[int], dict[int, str]]:
+        held = {id(p) for optimizer in self._optimizers for p in updates.of(optimizer).parameters}
+        left_out = {}
+        is_wrapped = isinstance(self._model, nn.parallel.DistributedDataParallel)
+        for name, parameter in self._model.named_parameters():
+            if id(parameter) in held:
+                held.remove(id(parameter))
+            elif parameter.requires_grad:
+                left_out[id(parameter)] = name.removeprefix("module.") if is_wrapped else name
+        return held, left_out
 
 
 def _check_bf16(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -1,6 +1,6 @@
 """Converts a model to bf16 weights, apart from what needs fp32, so that it can be called as before.
 
-Entry points: ``convert``, ``attach`` and ``release``. How such weights are updated is ``updates``'s.
+Entry points: ``convert``, ``attach`` and ``hold``. How such weights are updated is ``updates``'s.
 
 NOTE [A model of bf16 weights]
 1. The model as a whole runs outside of autocast; its loss is computed inside of it (bf16), as under bf16-mixed: so
@@ -15,14 +15,18 @@ NOTE [A model of bf16 weights]
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from snugfit.errors import PlanError, UnsupportedError
 from snugfit.plans import Plan
-from snugfit.training import islands, updates
+from snugfit.training import buckets, islands, updates
+from snugfit.training.holders import Holders, let_go
 
 _READ_THEIR_MEMBERS = (nn.TransformerEncoderLayer,)
 "Use parameters of their members without calling these."
@@ -50,7 +54,7 @@ def convert(model: nn.Module, plan: Plan) -> None:
 
     Raises:
         PlanError: A parameter is shared between an fp32 island and a module that is not one.
-        UnsupportedError: This torch lacks ``Tensor.grad_dtype``.
+        UnsupportedError: This torch lacks ``Tensor.grad_dtype``; a scripted module, or one that cannot be bf16.
     """
     if not hasattr(Tensor, "grad_dtype"):
         raise UnsupportedError(
@@ -59,6 +63,8 @@ def convert(model: nn.Module, plan: Plan) -> None:
             expected="a torch that has it (2.13 does)",
             hint='upgrade torch, or use precision="bf16-mixed"',
         )
+    for module in model.modules():
+        islands.refuse_scripted(module, "bf16-true")
     full = _full_precision(model)
     _refuse_shared(model, full)
     _convert(model, full, plan.gradient_dtype, with_trained=plan.bf16_update != "master-weights")
@@ -73,6 +79,7 @@ def attach(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: 
         plan: As for ``convert``.
 
     Raises:
+        PlanError: Two optimizers train the same parameter.
         UnsupportedError: An optimizer cannot be driven so.
     """
     for optimizer in optimizers:
@@ -83,10 +90,12 @@ def attach(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: 
                 expected="an optimizer that treats parameters one by one",
                 hint='use torch.optim.AdamW, or precision="32-true"',
             )
+    _refuse_overlap(model, optimizers)
     method = plan.bf16_update
     originals = _convert(model, _full_precision(model), plan.gradient_dtype, with_trained=True)
     for optimizer in optimizers:
         updates.attach(optimizer, method, originals)
+        _warn_of_whole_copies(optimizer, plan)
     if method == "nearest":
         rates = [r for o in optimizers for g in o.param_groups if isinstance(r := g.get("lr"), (int, float))]
         warnings.warn(
@@ -97,14 +106,98 @@ def attach(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: 
         )
 
 
-def release(model: nn.Module) -> None:
+class Held:
+    """Handle of ``hold``; a copy holds what is copied with it."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._model, self._optimizers = model, tuple(optimizers)
+        self._note()
+
+    def release(self) -> None:
+        """Give a plain bf16 module back, and optimizers that hold its parameters, for a plain loop to train.
+
+        Master weights are gone then, and moments have the type of the weights. What another handle still holds stays;
+        a second call does nothing.
+        """
+        optimizers, self._optimizers = self._optimizers, ()
+        things: list[Any] = [*optimizers, self._model]
+        are_free = let_go(self, [_held.setdefault(thing, Holders()) for thing in things])
+        for optimizer, is_free in zip(optimizers, are_free, strict=False):
+            if is_free:
+                updates.detach(optimizer)
+        if are_free[-1]:
+            _take_off(self._model)
+
+    def _note(self) -> None:
+        for thing in (*self._optimizers, self._model):
+            _held.setdefault(thing, Holders()).add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._note()
+
+
+_held: WeakKeyDictionary[Any, Holders] = WeakKeyDictionary()
+"The handles of models and of optimizers."
+
+
+def hold(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Held:
+    """Keep a model of bf16 weights and its optimizers as they are, until ``release``.
+
+    Args:
+        model: Converted.
+        optimizers: Attached.
+    """
+    return Held(model, optimizers)
+
+
+def _take_off(model: nn.Module) -> None:
     """Take the stand-ins off a model of bf16 weights, whose gradients then have their type again."""
     for module in model.modules():
         for kind in (_INSIDE, _LOW, _OTHER):
             islands.uninstall(module, kind)
         for parameter in module.parameters(recurse=False):
             if parameter.dtype == torch.bfloat16:
+                parameter.grad = None
                 parameter.grad_dtype = torch.bfloat16
+
+
+def _refuse_overlap(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    seen: dict[int, str] = {}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        mine = [p for group in optimizer.param_groups for p in group["params"]]
+        twice = [p for p in mine if id(p) in seen]
+        if twice:
+            raise PlanError(
+                "two optimizers train the same bf16 weights, and only the first would get their gradients",
+                got=f"{names.get(id(twice[0]), 'a parameter')} and {len(twice) - 1} more, in {seen[id(twice[0])]} and "
+                f"in {kind}",
+                expected="each parameter in one optimizer under precision='bf16-true'",
+                hint="give each optimizer parameters of its own, or use precision='bf16-mixed'",
+                names=tuple(names.get(id(p), "") for p in twice),
+            )
+        seen |= {id(p): kind for p in mine}
+
+
+def _warn_of_whole_copies(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    """Say what it costs that an optimizer may not be stepped for some parameters after others."""
+    method = plan.bf16_update
+    if buckets.takes_parameters_one_by_one(optimizer, method):
+        return
+    size = sum(4 * parameter.numel() for parameter in updates.of(optimizer).parameters if parameter.requires_grad)
+    copies = [
+        *(["weights"] if method == "stochastic-rounding" else []),
+        *(["gradients"] if plan.gradient_dtype == "parameter" and method != "nearest" else []),
+    ]
+    if copies and size > buckets.BUCKET_BYTES:
+        warnings.warn(
+            f"{type(optimizer).__name__} is not known to treat each parameter by itself, so bf16-true steps it once "
+            f"for all: fp32 copies of all {' and '.join(copies)}, {size * len(copies) / 2**30:.2g} GiB, live during "
+            "its step; use an optimizer of torch.optim, or bf16_update='master-weights' with gradient_dtype='float32'",
+            stacklevel=5,
+        )
 
 
 def _convert(model: nn.Module, full: set[int], gradient_dtype: str, *, with_trained: bool) -> dict[int, Tensor]:
@@ -125,13 +218,23 @@ def _convert(model: nn.Module, full: set[int], gradient_dtype: str, *, with_trai
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.dtype in _FLOATS and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = buffer.to(torch.bfloat16)
-        if isinstance(module, _READ_THEIR_MEMBERS) or any(parameter.dtype == torch.bfloat16 for parameter in own):
+    for module in model.modules():  # now that what others are made from is converted too
+        if id(module) in full:
+            continue
+        if isinstance(module, _READ_THEIR_MEMBERS) or any(p.dtype == torch.bfloat16 for p in _used(module)):
             islands.install(module, _LOW)
         elif not type(module).__module__.startswith("torch.nn."):
             islands.install(module, _OTHER)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     return originals
+
+
+def _used(module: nn.Module) -> Iterator[Tensor]:
+    """What a module computes with: its own parameters, and those that its own are made from."""
+    yield from module.parameters(recurse=False)
+    if parametrize.is_parametrized(module):
+        yield from module.parametrizations.parameters()  # type: ignore[union-attr]
 
 
 def _full_precision(model: nn.Module) -> set[int]:

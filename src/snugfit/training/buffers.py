@@ -29,7 +29,12 @@ class Kept:
     buffer: Tensor
     version: int
     copy: Tensor | None
-    "None for one that is not expected to change."
+    "None for one that is not expected to change. Of an expanded buffer each value once; ``value`` has its shape."
+
+    @property
+    def value(self) -> Tensor | None:
+        """The copy in the buffer's own shape."""
+        return None if self.copy is None else self.copy.expand(self.buffer.shape)
 
     @property
     def has_stayed(self) -> bool:
@@ -58,7 +63,7 @@ class Keeper:
                 last = self._last.get((i, name))
                 stayed = last is not None and last[0] is buffer and last[1:] == now[1:]
                 needless = stayed and not _changes_unseen(module, buffer)
-                kept.append(Kept(module, name, buffer, now[1], None if needless else buffer.detach().clone()))
+                kept.append(Kept(module, name, buffer, now[1], None if needless else _written(buffer).clone()))
                 self._last[i, name] = now
         return kept
 
@@ -73,11 +78,23 @@ def restore(kept: Iterable[Kept]) -> list[Kept]:
     changed = []
     for one in kept:
         if one.copy is not None:
-            one.buffer.copy_(one.copy)
+            # where no change was counted, none is to be: other copies tell by the version what has stayed
+            is_counted = one.buffer._version != one.version
+            (_written(one.buffer) if is_counted else _written(one.buffer).data).copy_(one.copy)
             setattr(one.module, one.name, one.buffer)
         elif not one.has_stayed:
             changed.append(one)
     return changed
+
+
+def _written(buffer: Tensor) -> Tensor:
+    """A view of a buffer that holds each value once, for torch writes to no tensor that overlaps itself."""
+    found = buffer.detach()
+    if found.layout == torch.strided:
+        for dim, stride in enumerate(found.stride()):
+            if stride == 0 and found.shape[dim] > 1:
+                found = found.narrow(dim, 0, 1)
+    return found
 
 
 def _changes_unseen(module: nn.Module, buffer: Tensor) -> bool:

@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from snugfit.errors import PlanError, UnsupportedError
 from snugfit.plans import Segment
 from snugfit.training.buffers import Keeper
+from snugfit.training.caches import Cache, without_cache
+from snugfit.training.holders import Holders, let_go
 from snugfit.training.recomputation import FirstForward, Recomputation
 from snugfit.training.recomputation import is_recomputing as is_recomputing
 
@@ -28,25 +30,44 @@ class Handle:
     """What ``apply`` did, and the way to undo it."""
 
     def __init__(
-        self, segments: tuple[Segment, ...], modules: dict[str, nn.Module], forwards: list["_Forward"]
+        self,
+        segments: tuple[Segment, ...],
+        modules: dict[str, nn.Module],
+        forwards: list["_Forward"],
+        caches: list[Cache],
     ) -> None:
         self.segments = segments
         self.covered: tuple[str, ...] = tuple(modules)
         "Names of the modules that are recomputed."
-        self._modules, self._forwards = modules, forwards
+        self._undone: list[_Forward | Cache] = [*forwards, *caches]
+        self._note()
 
     def remove(self) -> None:
-        """Give the modules their own forward back; a second call does nothing."""
-        for module, forward in zip(self._modules.values(), self._forwards, strict=True):
-            if module.__dict__.get("forward") is forward:
-                forward.uninstall()
+        """Give the modules their own forward back; a second call does nothing.
+
+        Where another handle or engine needs the same segments they stay for it.
+        """
+        undone, self._undone = self._undone, []
+        for one, is_free in zip(undone, let_go(self, [one.holders for one in undone]), strict=True):
+            if is_free:
+                one.uninstall()
+
+    def _note(self) -> None:
+        for one in self._undone:
+            one.holders.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._note()
 
 
 def apply(model: nn.Module, segments: Sequence[Segment]) -> Handle:
     """Recompute segments of a model during backward. The model is changed in place.
 
     A segment of several modules is run as one: each module but the first must be called with what the one before
-    returned and otherwise with the same arguments. Applying the same segments again changes nothing.
+    returned and otherwise with the same arguments. Applying the same segments again changes nothing. Models of
+    transformers get ``config.use_cache = False`` until the handle is removed: a block that runs again would append to
+    the cache again.
 
     Args:
         model: May be wrapped in DDP; names are those of the plain module.
@@ -57,10 +78,11 @@ def apply(model: nn.Module, segments: Sequence[Segment]) -> Handle:
 
     Raises:
         PlanError: No segment, a name that matches nothing, segments that overlap or lie inside of one another.
-        UnsupportedError: A policy other than ``"full"``.
+        UnsupportedError: A policy other than ``"full"``, or a module that is compiled.
     """
     model = unwrapped(model)
     segments = tuple(segments)
+    _refuse_compiled(model, segments)
     modules = _named(model, segments)
     installed: list[_Forward] = []
     forwards: list[_Forward] = []
@@ -89,7 +111,7 @@ def apply(model: nn.Module, segments: Sequence[Segment]) -> Handle:
         for forward in installed:
             forward.uninstall()
         raise
-    return Handle(segments, modules, forwards)
+    return Handle(segments, modules, forwards, without_cache(model, [forward.module for forward in forwards]))
 
 
 def blocks(model: nn.Module) -> tuple[Segment, ...]:
@@ -214,6 +236,7 @@ class _Forward:
     def __init__(self, run: _Run, position: int, module: nn.Module) -> None:
         self.run, self.position, self.module = run, position, module
         self.own: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.holders = Holders()
 
     @property
     def segment(self) -> Segment:
@@ -224,6 +247,8 @@ class _Forward:
         self.module.__dict__["forward"] = self
 
     def uninstall(self) -> None:
+        if self.module.__dict__.get("forward") is not self:
+            return
         if self.own is None:
             del self.module.__dict__["forward"]
         else:
@@ -239,6 +264,27 @@ class _Forward:
         if self.position == 0:
             return self.run.begin(*args, **kwargs)
         return self.run.hand_through(self.position, *args, **kwargs)
+
+
+def _refuse_compiled(model: nn.Module, segments: Sequence[Segment]) -> None:
+    """Refuse modules whose forward has been compiled, or lies inside of one that was."""
+    wanted = {name for segment in segments for name in segment.modules}
+    for name, module in model.named_modules(remove_duplicate=False):
+        is_scripted = isinstance(module, torch.jit.ScriptModule)
+        is_compiled = isinstance(getattr(module, "_orig_mod", None), nn.Module)
+        if not (is_scripted or is_compiled or getattr(module, "_compiled_call_impl", None) is not None):
+            continue
+        inside = sorted(one for one in wanted if not name or one == name or one.startswith(f"{name}."))
+        if inside:
+            raise UnsupportedError(
+                "compiled modules are not recomputed: what stands in for a forward would be compiled with it",
+                got=f"{name or 'the model itself'}, a {type(module).__name__}, and segments of {inside[0]}"
+                + (f" and {len(inside) - 1} more" if len(inside) > 1 else ""),
+                expected="segments of modules that are neither compiled nor inside of a compiled one",
+                hint="apply the segments to the model before torch.compile, or leave recompute out: the compiler "
+                "decides itself what to recompute",
+                names=tuple(inside),
+            )
 
 
 def _named(model: nn.Module, wanted: Sequence[Segment]) -> dict[str, nn.Module]:

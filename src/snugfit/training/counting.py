@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from snugfit.errors import BatchError
+from snugfit.errors import BatchError, SnugfitError
 from snugfit.jobs import Count, is_unsaid
 
 _IGNORED_LABEL = -100
@@ -75,12 +75,22 @@ def resolve(count: Count, num_samples: Callable[[Any], int]) -> Callable[[Any], 
         num_samples: How the samples of a micro-batch are counted.
 
     Raises:
-        BatchError: When called: the count is not a finite number >= 0.
+        BatchError: When called: the count is not a finite number >= 0, or the function fails.
     """
     counter: Callable[[Any], Any] = num_samples if isinstance(count, str) else count
 
     def counted(micro_batch: Any) -> float:
-        value = counter(micro_batch)
+        try:
+            value = counter(micro_batch)
+        except SnugfitError:
+            raise
+        except Exception as error:
+            raise BatchError(
+                "the function given as count failed on a micro-batch",
+                got=f"{type(error).__name__}: {error}",
+                expected=f"a number for each micro-batch, here of {_contents(micro_batch)}",
+                hint="count gets a micro-batch as it is on the host, before the loss function sees it",
+            ) from error
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -119,7 +129,7 @@ def settled(count: Count, model: nn.Module, batch: Any) -> Count:
 
 
 class Counting:
-    """What one engine counts: settled at its first batch, and doubted once where it looks wrong.
+    """What one engine counts: settled at its first batch, and doubted once, at the first that looks wrong.
 
     Args:
         count: As it was given.
@@ -128,22 +138,24 @@ class Counting:
 
     def __init__(self, count: Count, model: nn.Module) -> None:
         self._count, self._model = count, model
-        self._is_settled = self._is_doubtful = False
+        self._is_settled = self._is_doubtful = self._is_judged = False
 
-    def of(self, batch: Any) -> Count:
-        """What is counted in a batch or micro-batch that lies on the host."""
+    def of(self, batch: Any, *more: Any) -> Count:
+        """What is counted in a batch that lies on the host, or in the micro-batches of a window."""
         if not self._is_settled:
             self._is_settled = True
             self._count = settled(self._count, self._model, batch)
-            self._is_doubtful = is_doubtful(self._count, batch)
+        if not self._is_judged and not self._is_doubtful:
+            self._is_doubtful = any(is_doubtful(self._count, one) for one in (batch, *more))
         return self._count
 
     def end_window(self, *, is_reported: bool) -> None:
-        """Warn after the first window if a mean over tokens was weighted as if all had the same number of them.
+        """Warn, once, after a window in which a mean over tokens was weighted as if all had the same number of them.
 
         Args:
             is_reported: Whether the losses of the window said what they are a mean over.
         """
+        self._is_judged |= is_reported or self._is_doubtful
         if self._is_doubtful and not is_reported:
             warnings.warn(
                 f'labels hold {_IGNORED_LABEL} but count is "samples": a loss that is a mean over tokens is then not '
@@ -157,15 +169,17 @@ class Counting:
 def is_doubtful(count: Count, batch: Any) -> bool:
     """Whether samples are counted although labels of tokens are ignored."""
     labels = _entry(batch, "labels")
-    is_labelled = isinstance(labels, Tensor) and labels.dim() >= 2
-    return isinstance(count, str) and is_labelled and bool((labels == _IGNORED_LABEL).any())
+    is_on_host = isinstance(labels, Tensor) and labels.device.type == "cpu"  # asking a device would wait for it
+    return isinstance(count, str) and is_on_host and labels.dim() >= 2 and bool((labels == _IGNORED_LABEL).any())
 
 
 def _is_causal(model: nn.Module) -> bool:
     """Whether a model is one of transformers' that shift their labels themselves, told by its name."""
+    for name in ("_orig_mod", "module", "_orig_mod"):  # torch.compile and DDP, in either order
+        inner = getattr(model, name, None)
+        model = inner if isinstance(inner, nn.Module) else model
     unwrap = getattr(model, "get_base_model", None)  # peft
-    inner = getattr(model, "module", None) if unwrap is None else unwrap()  # DDP
-    found = type(inner if isinstance(inner, nn.Module) else model)
+    found = type(model if unwrap is None else unwrap())
     is_theirs = any(kind.__module__.partition(".")[0] == "transformers" for kind in found.__mro__)
     return is_theirs and any(kind.__name__.endswith(_CAUSAL) for kind in found.__mro__)
 

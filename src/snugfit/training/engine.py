@@ -20,11 +20,11 @@ from snugfit.training import (
     checkpointing,
     closures,
     distributed,
+    failures,
     fingerprint,
     precision,
     recovery,
     schedules,
-    splitting,
     weighting,
     windows,
 )
@@ -87,14 +87,14 @@ class Engine:
             check_callable("split", split, "(batch, micro_batch_size) -> list of micro-batches")
         self.plan = plan
         optimizers = tuple(optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
-        schedulers = schedules.accepted(scheduler)
+        schedulers = schedules.accepted(scheduler, optimizers)
         size, asked = admission.size_and_precision(plan, micro_batch_size, precision)
         self.precision, self.precision_reason = admission.precision_on_its_device(asked, model)
         weighting.check_function(loss)
         admission.check(model, optimizers, plan, self.precision, nonfinite)
         if plan is not None:
             fingerprint.check(plan, model)
-        self._split = split
+        self._split, self._is_size_given = split, micro_batch_size is not None
         self.runner = Runner(
             model,
             optimizers,
@@ -110,6 +110,7 @@ class Engine:
         )
         self._progress = self.runner.progress
         self._progress.micro_batch_size = size
+        self._bf16 = bf16_weights.hold(model, optimizers) if self.precision == "bf16-true" else None
         self._recompute = checkpointing.apply(model, plan.recompute) if plan is not None and plan.recompute else None
 
     @property
@@ -170,21 +171,45 @@ class Engine:
             if result is not None:
                 self._progress.micro_batch_size = size
                 return result
-            size = recovery.halved(max(parts.sizes or (size or 1,)), failure)
+            tried = max(parts.sizes) if parts.sizes else size or recovery.largest([batch], self._split)
+            size = recovery.halved(tried, failure)
 
     def step_window(self, micro_batches: Iterable[Any]) -> StepResult:
-        """Make one update from a list of micro-batches; out-of-memory errors are treated as in ``step``."""
+        """Make one update from a list of micro-batches; out-of-memory errors are treated as in ``step``.
+
+        Micro-batches of windows to come are then cut to what was found to fit.
+
+        Raises:
+            BatchError: The list is one batch, or a micro-batch cannot be counted or cut.
+            DeviceMemoryError: See ``step``.
+            NonFiniteError: See ``step``.
+        """
         given = windows.listed(micro_batches)
         dropped = micro_batches.num_dropped if isinstance(micro_batches, MicroBatches) else 0
-        parts, counts = given, self._counts_of(given)
-        size = None
-        while True:
-            result, failure = self.runner.attempt(parts, counts, dropped)
-            if result is not None:
-                return result
-            size = recovery.halved(max(map(splitting.num_samples, given)) if size is None else size, failure)
-            cut = [self.prepare(whole, size) for whole in given]
-            parts, counts = [part for some, _ in cut for part in some], [count for _, some in cut for count in some]
+        limit = self._progress.micro_batch_limit
+        try:
+            while True:
+                parts, counts = (given, self._counts_of(given)) if limit is None else self._cut(given, limit)
+                result, failure = self.runner.attempt(parts, counts, dropped)
+                if result is not None:
+                    self._progress.micro_batch_limit = limit
+                    return result
+                limit = recovery.halved(recovery.largest(given, self._split) if limit is None else limit, failure)
+        except Exception as error:
+            failures.note_a_batch(error, given)
+            raise
+
+    def _cut(self, given: Sequence[Any], size: int) -> tuple[MicroBatches, list[float]]:
+        """Micro-batches and their counts, the larger ones of them cut."""
+        parts, counts = MicroBatches(), list[float]()
+        sizes: list[int] = []
+        for whole in given:
+            some, theirs = self.prepare(whole, size)
+            parts += some
+            counts += theirs
+            sizes += some.sizes or ()
+        parts.sizes = tuple(sizes) if len(sizes) == len(parts) else None
+        return parts, counts
 
     def prepare(self, batch: Any, micro_batch_size: int | None = None) -> tuple[MicroBatches, list[float]]:
         """Cut a batch on the host into micro-batches and count each; None leaves it whole.
@@ -225,11 +250,12 @@ class Engine:
 
         Raises:
             PlanError: The loop over the micro-batches was left early.
+            BatchError: The list is one batch, or a micro-batch cannot be counted or cut.
             DeviceMemoryError: The device ran out of memory; nothing is retried here.
         """
         closures.refuse_by_hand(self.optimizers)
         if isinstance(batch_or_micro_batches, list):
-            micro_batches = MicroBatches(batch_or_micro_batches)
+            micro_batches = MicroBatches(windows.listed(batch_or_micro_batches))
             counts = self._counts_of(micro_batches)
         else:
             micro_batches, counts = self.prepare(batch_or_micro_batches, self._progress.micro_batch_size)
@@ -260,11 +286,13 @@ class Engine:
     def state_dict(self, model: bool = True) -> dict[str, Any]:
         """Everything that the next windows depend on, as tensors and built-in values (``weights_only`` loads them).
 
+        A copy on the host, which no update changes: it costs the memory of weights and optimizer state once more.
+
         Args:
             model: Whether the weights are included.
 
         Raises:
-            PlanError: Inside of a window.
+            PlanError: Inside of a window, or a scheduler without ``state_dict``.
         """
         self.runner.refuse_inside("state_dict")
         return collect(self._parts(), self._progress, model)
@@ -272,11 +300,16 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what ``state_dict`` returned, random states included.
 
+        A ``micro_batch_size`` that this engine was given stays; else it is the saved one.
+
         Raises:
-            PlanError: Inside of a window, or a state of another number of optimizers or schedulers.
+            PlanError: Inside of a window, or the state of something else; nothing is changed then.
         """
         self.runner.refuse_inside("load_state_dict")
+        size = self._progress.micro_batch_size
         load(self._parts(), self._progress, state)
+        if self._is_size_given:
+            self._progress.micro_batch_size = size
         self.runner.note_schedulers()
 
     def check_ranks(self) -> None:
@@ -293,13 +326,13 @@ class Engine:
             self._recompute.remove()
             self._recompute = None
         self.runner.norms.remove()
-        if self.precision == "bf16-true":
-            bf16_weights.release(self.model)
+        if self._bf16 is not None:
+            self._bf16.release()
         return checkpointing.unwrapped(self.model)
 
     def _counts_of(self, micro_batches: Sequence[Any]) -> list[float]:
         counting = self.runner.counting
-        return windows.counts_of(micro_batches, counting.of(micro_batches[0])) if micro_batches else []
+        return windows.counts_of(micro_batches, counting.of(*micro_batches)) if micro_batches else []
 
     def _parts(self) -> Parts:
         model = checkpointing.unwrapped(self.model)

@@ -16,14 +16,16 @@ _PARTS = ("class", "parameters", "elements", "trainable", "shapes")
 
 
 def of(model: nn.Module) -> str:
-    """The fingerprint of a model, wrapped or not.
+    """The fingerprint of a model, wrapped or compiled or not.
 
     Example:
         >>> of(nn.Linear(3, 4)).rpartition(" ")[0]
         'class=Linear parameters=2 elements=16 trainable=2'
     """
     plain = checkpointing.unwrapped(model)
-    named = dict(plain.named_parameters())
+    while isinstance(inner := getattr(plain, "_orig_mod", None), nn.Module):  # torch.compile's
+        plain = checkpointing.unwrapped(inner)
+    named = {name.replace("_orig_mod.", ""): parameter for name, parameter in plain.named_parameters()}
     shapes = "\n".join(f"{name} {tuple(parameter.shape)}" for name, parameter in sorted(named.items()))
     values = (
         type(plain).__name__,

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from snugfit.errors import PlanError
+from snugfit.errors import PlanError, UnsupportedError
 from snugfit.training import splitting
 
 HALF = (torch.float16, torch.bfloat16)
@@ -97,6 +98,8 @@ class Forward:
 
         def each(value: Any) -> Any:
             nonlocal changed
+            if isinstance(value, PackedSequence):
+                return value._replace(data=cast(value.data))
             outer, changed = changed, False
             made = splitting.map_tensors(cast, value)
             kept, changed = made if changed else value, outer or changed
@@ -183,6 +186,7 @@ def keep_fp32(model: nn.Module, *patterns: str | type[nn.Module]) -> Islands:
 
     Raises:
         PlanError: A pattern that matches no module, or a module whose weights are not fp32; nothing is changed then.
+        UnsupportedError: A scripted module.
     """
     plain: nn.Module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     modules = {name: module for pattern in patterns for name, module in _matching(plain, pattern)}
@@ -208,8 +212,25 @@ def keep_fp32(model: nn.Module, *patterns: str | type[nn.Module]) -> Islands:
             parameters=tuple(dict.fromkeys(half)),
         )
     for module in modules.values():
+        refuse_scripted(module, "keep_fp32")
+    for module in modules.values():
         install(module, ISLAND)
     return Islands(modules)
+
+
+def refuse_scripted(module: nn.Module, what: str) -> None:
+    """Refuse a module whose forward is compiled, so that nothing can stand in for it.
+
+    Raises:
+        UnsupportedError: It comes from ``torch.jit``.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            f"{what} replaces the forward of a module, and that of a scripted one is compiled",
+            got=f"{type(module).__name__} of {getattr(module, 'original_name', 'a module')}",
+            expected="modules of Python",
+            hint="give the model before torch.jit.script or torch.jit.trace, or use precision='bf16-mixed'",
+        )
 
 
 def install(module: nn.Module, kind: Kind) -> None:

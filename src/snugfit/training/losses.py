@@ -128,10 +128,17 @@ class Losses:
             assert total is not None
             self._fix(denominator, total)
 
-    def totals(self, device: torch.device) -> tuple[Tensor, dict[str, Number], Number]:
-        """Loss, metrics and count of the window over all ranks.
+    def totals(
+        self, device: torch.device, is_refused: bool = False, *, agree: bool = False
+    ) -> tuple[Tensor, dict[str, Number], Number, bool]:
+        """Loss, metrics and count of the window over all ranks, and whether any of them refused it.
 
         The count is the job's where that is known, else the first that a loss reports; it is 0 only if all are.
+
+        Args:
+            device: Where losses are.
+            is_refused: Whether this rank refuses the window.
+            agree: Whether ranks ask each other for it, in the same message; the host then waits for the answer.
 
         Raises:
             PlanError: A micro-batch brought fewer losses than others.
@@ -143,7 +150,10 @@ class Losses:
         names = sorted(self._metrics)
         losses = [_as_tensor(denominator.loss, device) for denominator in self.denominators]
         reported = [lone.reported] if lone is not None else []
-        sums = list(self._reduce([*losses, *reported, *(v for name in names for v in self._metrics[name])]))
+        flags = [float(is_refused)] if agree else []
+        sums = list(self._reduce([*losses, *reported, *(v for name in names for v in self._metrics[name]), *flags]))
+        if flags:
+            is_refused = float(sums.pop()) != 0
         if lone is not None:
             known = self._shares.total
             self._fix(lone, sums[1] if lone.own or known is None else known)
@@ -153,7 +163,7 @@ class Losses:
         }
         count = self._count()
         if is_zero(count):
-            return torch.full_like(losses[0], math.nan), metrics, count
+            return torch.full_like(losses[0], math.nan), metrics, count, is_refused
         loss: Tensor | None = None
         for total, own, denominator in zip(sums, losses, self.denominators, strict=False):
             assert isinstance(total, Tensor)
@@ -167,7 +177,7 @@ class Losses:
         assert loss is not None
         if isinstance(self.counted, Tensor):
             loss = torch.where(self.counted == 0, math.nan, loss)
-        return loss, metrics, count
+        return loss, metrics, count, is_refused
 
     def mean_of(self, i: int) -> tuple[Number, Number]:
         """Count of the only micro-batch that ran, i, and what makes its gradient that of a mean; one denominator."""

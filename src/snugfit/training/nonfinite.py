@@ -114,9 +114,9 @@ def explained_by_hand(error: NonFiniteError) -> NonFiniteError:
     return _with(error, cause, remedy, diagnosis=found)
 
 
-def with_note(error: NonFiniteError, note: str) -> NonFiniteError:
-    """The same error with one more line about what was got."""
-    return _with(error, note, error.hint)
+def with_note(error: NonFiniteError, note: str, hint: str = "") -> NonFiniteError:
+    """The same error with one more line about what was got, and more of a hint."""
+    return _with(error, note, f"{error.hint or ''}{hint}" or None)
 
 
 def _with(error: NonFiniteError, text: str, hint: str | None, **facts: Any) -> NonFiniteError:

@@ -14,12 +14,14 @@ from torch import nn
 
 from snugfit.errors import PlanError, UnsupportedError
 from snugfit.training import distributed
+from snugfit.training.holders import Holders, let_go
 from snugfit.training.running_statistics import (
     BATCH_NORM,
     INSTANCE_NORM,
     plain,
     pooled,
     refuse_lazy,
+    release_copied,
     tracking_layers,
 )
 from snugfit.training.running_statistics import window_statistics as window_statistics
@@ -30,17 +32,38 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 class Frozen:
-    """Handle of ``freeze``."""
+    """Handle of ``freeze``.
 
-    def __init__(self, layers: dict[str, "_EvaluationMode"]) -> None:
-        self._layers = layers
+    Args:
+        layers: What is frozen, by name.
+        copies: Whether copies of the layers are frozen too; else only those that are copied with this handle.
+    """
+
+    def __init__(self, layers: dict[str, "_EvaluationMode"], *, copies: bool = True) -> None:
+        self._layers, self._copies = layers, copies
         self.layers = tuple(layers)
         "Names of the frozen layers."
+        self._note()
 
     def remove(self) -> None:
-        """Let the layers follow ``train()`` and ``eval()`` again; a second call does nothing."""
+        """Let the layers follow ``train()`` and ``eval()`` again, if nothing else freezes them.
+
+        A second call does nothing.
+        """
+        layers, self._layers = list(self._layers.values()), {}
+        for layer, is_free in zip(layers, let_go(self, [layer.holders for layer in layers]), strict=True):
+            if is_free:
+                layer.uninstall()
+
+    def _note(self) -> None:
         for layer in self._layers.values():
-            layer.uninstall()
+            layer.holders.add(self)
+            layer.stays_in_copies = layer.stays_in_copies or self._copies
+            layer.install()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._note()
 
 
 def freeze(model: nn.Module) -> Frozen:
@@ -61,6 +84,16 @@ def freeze(model: nn.Module) -> Frozen:
         PlanError: A BatchNorm layer keeps no running statistics.
         UnsupportedError: A lazy layer.
     """
+    return frozen(model, copies=True)
+
+
+def frozen(model: nn.Module, *, copies: bool) -> Frozen:
+    """Freeze the layers of a model; see ``freeze``.
+
+    Args:
+        model: Changed in place.
+        copies: Whether copies of the model are frozen too.
+    """
     untracked = [name for name, layer in batch_norms(model) if layer.running_mean is None]
     if untracked:
         raise PlanError(
@@ -74,10 +107,9 @@ def freeze(model: nn.Module) -> Frozen:
     for name, layer in tracking_layers(model):
         present = layer.__dict__.get("train")
         layers[name] = present if isinstance(present, _EvaluationMode) else _EvaluationMode(layer)
-        layers[name].install()
     if not layers:
         warn_of_no_effect("freeze")
-    return Frozen(layers)
+    return Frozen(layers, copies=copies)
 
 
 def to_group_norm(model: _Model, groups: int) -> _Model:
@@ -253,12 +285,21 @@ def couples(layer: Any) -> bool:
 
 
 class _EvaluationMode:
-    """Stands in for ``train`` of one layer; an object, so that a deep copy of the model refers to the copy."""
+    """Stands in for ``train`` of one layer; an object, so that a deep copy of the model refers to the copy.
+
+    A copy of what an engine has frozen follows ``train`` like any other layer.
+    """
 
     def __init__(self, layer: nn.Module) -> None:
         self._layer, self._asked = layer, layer.training
+        self.holders = Holders()
+        self._is_on = self.stays_in_copies = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_is_on": self._is_on and self.stays_in_copies}
 
     def install(self) -> None:
+        self._is_on = True
         self._layer.__dict__["train"] = self
         self._layer.training = False
 
@@ -267,9 +308,16 @@ class _EvaluationMode:
             del self._layer.__dict__["train"]
             self._layer.train(self._asked)
 
+    @staticmethod
+    def release_copied(layer: nn.Module) -> None:
+        """Take what froze the original of a copied layer off the copy."""
+        present = layer.__dict__.get("train")
+        if isinstance(present, _EvaluationMode) and not present._is_on:
+            del layer.__dict__["train"]
+
     def __call__(self, mode: bool = True) -> nn.Module:
         self._asked = mode
-        self._layer.training = False
+        self._layer.training = mode and not self._is_on
         return self._layer
 
 
@@ -290,6 +338,8 @@ def _replaceable(model: nn.Module, function: str) -> list[tuple[str, Any]]:
     layers = batch_norms(model)
     for name, layer in layers:
         refuse_lazy(name, layer)
+        release_copied(layer)
+        _EvaluationMode.release_copied(layer)
         if type(layer).forward not in (BATCH_NORM.forward, nn.SyncBatchNorm.forward):
             raise UnsupportedError(
                 f"{function} would lose what the layer {name!r} does besides",

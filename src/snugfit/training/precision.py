@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from snugfit import hardware
 from snugfit.errors import PlanError
 from snugfit.jobs import LossScale
-from snugfit.plans import PRECISIONS
+from snugfit.plans import PRECISIONS, nearest
 from snugfit.training.islands import HALF
 from snugfit.training.islands import keep_fp32 as keep_fp32
 
@@ -61,8 +61,8 @@ def check_name(precision: object) -> None:
         raise PlanError(
             "unknown precision",
             got=f"precision={precision!r}",
-            expected=" | ".join(map(repr, PRECISIONS)),
-            hint='use precision="bf16-mixed"',
+            expected=" | ".join(map(repr, ("auto", *PRECISIONS))),
+            hint=f"use precision={nearest(str(precision), PRECISIONS)!r}",
         )
 
 

@@ -58,7 +58,7 @@ class Recomputation:
         present = [kept.module._buffers[kept.name] for kept in self._forward.kept]
         self._entered.append((_recomputing.set(True), present))
         for kept in self._forward.kept:
-            value = kept.buffer if kept.copy is None else kept.copy
+            value = kept.buffer if kept.value is None else kept.value
             kept.module._buffers[kept.name] = value.detach().clone()
 
     def __exit__(self, *_: object) -> None:

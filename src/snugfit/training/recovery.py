@@ -6,7 +6,7 @@ smaller in the next attempt is the engine's to say.
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from snugfit.errors import DeviceMemoryError, SnugfitError
 from snugfit.training import buffers as buffer_copies
-from snugfit.training import random_states
+from snugfit.training import random_states, splitting
 from snugfit.training.buffers import Keeper, Kept
 
 # Anchored beginnings of what is raised as a plain RuntimeError. Only allocation failures: an internal error of a
@@ -82,6 +82,18 @@ def not_retried(error: BaseException, where: str) -> DeviceMemoryError:
         expected="memory for one micro-batch",
         hint="use a smaller micro_batch_size; only engine.step and step_window in one process try again by themselves",
     )
+
+
+def largest(batches: Sequence[Any], split: Callable[[Any, int], list[Any]] | None) -> int:
+    """Samples of the largest of some batches, so that they can be halved.
+
+    Args:
+        batches: On the host.
+        split: The user's own, for batches that only it understands: cut into single samples they can be counted.
+    """
+    if split is not None:
+        return max(len(split(batch, 1)) for batch in batches)
+    return max(map(splitting.num_samples, batches))
 
 
 def halved(size: int, failure: str) -> int:
@@ -153,7 +165,7 @@ class Snapshots:
         changed = buffer_copies.restore(kept)
         if changed:
             raise DeviceMemoryError(
-                "a window that ran out of memory cannot be taken back to its beginning",
+                "a window cannot be taken back to its beginning",
                 got=f"buffer {changed[0].name} of {type(changed[0].module).__name__} changed, unlike in the window "
                 "before",
                 expected="buffers that change in every window or in none",

@@ -18,6 +18,7 @@ from snugfit.training import (
     admission,
     checkpointing,
     closures,
+    commit,
     distributed,
     norm_policy,
     precision,
@@ -76,7 +77,8 @@ class Runner:
         self.observer: Observer | None = None
         self._max_grad_norm, self._max_skipped_windows = max_grad_norm, max_skipped_windows
         self._positions = schedules.Positions()
-        self._in_window = False
+        self._membership = admission.Membership(model, self.optimizers)
+        self._in_window = self._has_begun_update = False
         self._wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
         self.ranks = distributed.world_size() if self._wrapped else 1
         admission.warn_of_lone_ranks(self._wrapped, distributed.world_size())
@@ -91,6 +93,7 @@ class Runner:
             snapshot=self.snapshots.take,
             restore=self.snapshots.restore,
             move=self._move,
+            begin_update=self._begin_update,
         )
 
     def run(self, micro_batches: Sequence[Any], counts: Sequence[float | None], num_dropped: int = 0) -> StepResult:
@@ -168,7 +171,7 @@ class Runner:
             settings=self.settings(),
             precision=self.precision,
             device=self.device,
-            opened=lambda: self.opened(len(micro_batches)),
+            opened=lambda: self.opened(len(micro_batches), takes_back=False),
             restore=lambda: self.hooks.restore(snapshot),
             rank=distributed.rank(),
             step=self.progress.steps,
@@ -196,14 +199,12 @@ class Runner:
         self.counting.end_window(is_reported=outcome.reported_counts is not None)
         self.progress.reference = weighting.references(outcome.reported_counts, self.progress.reference)
         if outcome.reason is None:
+            self._begin_update()  # an optimizer that evaluates the loss itself is done only now
             self.progress.steps += 1
             self.progress.micro_steps += outcome.num_micro_batches
             self.progress.samples += samples
             self.progress.skipped_in_a_row = 0
-            self.norms.update()
-            for scheduler in self.schedulers:
-                scheduler.step()
-            self._positions.note(self.schedulers)
+            self._follow_the_update()
         if self.scaler is not None and (overflowed or outcome.reason is None):
             self.scaler.update(overflowed)
         if overflowed:
@@ -226,24 +227,54 @@ class Runner:
             metrics=outcome.metrics,
         )
 
+    def _begin_update(self) -> None:
+        self._has_begun_update = True
+
+    def _follow_the_update(self) -> None:
+        """Move what moves once per update, behind the optimizers."""
+        try:
+            with commit.behind("updating normalisation statistics"):
+                self.norms.update()
+            for scheduler in self.schedulers:
+                with commit.behind(f"{type(scheduler).__name__}.step"):
+                    scheduler.step()
+        finally:
+            self._positions.note(self.schedulers)
+
     @contextmanager
-    def opened(self, num_micro_batches: int) -> Iterator[None]:
+    def opened(self, num_micro_batches: int, *, takes_back: bool = True) -> Iterator[None]:
         """Note that a window is open, so that nothing is saved or begun inside of it.
 
-        If it makes no update, for whatever reason, buffers end as they were before it.
+        If it begins no update, for whatever reason, buffers end as they were before it. Behind that nothing is taken
+        back.
+
+        Args:
+            num_micro_batches: Of the window.
+            takes_back: False where the caller keeps the buffers and puts them back.
+
+        Raises:
+            DeviceMemoryError: Memory ran out when the update had begun.
         """
-        buffers, steps = self.snapshots.buffers(), self.progress.steps
+        buffers = self.snapshots.buffers() if takes_back else []
+        steps = self.progress.steps
         self.refuse_inside("another window")
         self._positions.check(self.schedulers)
+        self._membership.check()
         self.norms.begin(num_micro_batches)
-        self._in_window = True
+        self._in_window, self._has_begun_update = True, False
         try:
             yield
+        except Exception as error:
+            if self._has_begun_update and recovery.is_out_of_memory(error):
+                raise commit.out_of_memory(error) from error
+            raise
         finally:
             self._in_window = False
+            self.norms.end()
             if self.progress.steps == steps:
                 self.norms.discard()
-                self.snapshots.restore_buffers(buffers)
+                if not self._has_begun_update:
+                    self.snapshots.restore_buffers(buffers)
 
     def note_schedulers(self) -> None:
         """Take the schedulers' places as right, after they were loaded."""

@@ -13,6 +13,9 @@ NOTE [How a window is pooled]
 4. InstanceNorm's running statistics are means over the instances, of mean and of variance, so both are pooled as means.
 5. Over ranks the same with sums: of the counts and of count * mean, then of S + count * (its mean - the mean of all)^2.
 6. A recomputed forward is swapped as well, so that no buffer moves, but not counted, whoever recomputes it.
+7. Under ``window_statistics`` a layer is pooled until its handle is removed; for an engine only inside of its windows.
+   Outside of them, and in a deep copy (an average of weights, whose statistics ``update_bn`` computes), the layer is
+   torch's, unless handle or engine are copied with it.
 """
 
 import math
@@ -26,6 +29,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from snugfit.errors import UnsupportedError
+from snugfit.training.holders import Holders, let_go
 from snugfit.training.recomputation import is_recomputing
 from snugfit.training.torch_private import in_backward
 
@@ -74,12 +78,29 @@ def refuse_lazy(name: str, module: nn.Module) -> None:
 
 
 class WindowStatistics:
-    """Handle of ``window_statistics``: call ``update`` after a window that was used, ``discard`` after another."""
+    """Handle of ``window_statistics``: call ``update`` after a window that was used, ``discard`` after another.
 
-    def __init__(self, layers: Sequence["Pooled"]) -> None:
-        self._layers = layers
+    Args:
+        layers: What is pooled.
+        always: Whether that is so until ``remove``; else between ``begin`` and ``end``.
+    """
+
+    def __init__(self, layers: Sequence["Pooled"], *, always: bool = True) -> None:
+        self._layers, self._always = tuple(layers), always
         self.layers = tuple(layer.name for layer in layers)
         "Names of the layers that are pooled."
+        self._note()
+
+    def begin(self) -> None:
+        """Pool what comes, if that is not done always."""
+        for layer in self._layers:
+            layer.is_open = True
+
+    def end(self) -> None:
+        """Forget what is left, and let the layers be torch's again, if they are not pooled always."""
+        for layer in self._layers:
+            layer.discard()
+            layer.is_open = False
 
     def update(self) -> None:
         """Move running statistics by what was seen since the last call, as one batch; without any, nothing moves."""
@@ -92,9 +113,25 @@ class WindowStatistics:
             layer.discard()
 
     def remove(self) -> None:
-        """Give the layers their own behaviour back; what was not used for an update is lost."""
+        """Give the layers their own behaviour back; what was not used for an update is lost.
+
+        Where another handle or engine needs them they stay for it; a second call does nothing.
+        """
+        layers, self._layers = self._layers, ()
+        for layer, is_free in zip(layers, let_go(self, [layer.holders for layer in layers]), strict=True):
+            layer.is_open = False
+            layer.is_always = layer.is_always and not self._always
+            if is_free:
+                layer.uninstall()
+
+    def _note(self) -> None:
         for layer in self._layers:
-            layer.uninstall()
+            layer.holders.add(self)
+            layer.is_always = layer.is_always or self._always
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)  # of a copy: its layers are driven by nobody else
+        self._note()
 
 
 def window_statistics(model: nn.Module) -> WindowStatistics:
@@ -119,14 +156,35 @@ def window_statistics(model: nn.Module) -> WindowStatistics:
         UnsupportedError: A lazy layer; at its first forward, a layer whose own forward uses running statistics
             otherwise than ``batch_norm`` does.
     """
-    layers = [pooled(module) or Pooled(name, module) for name, module in tracking_layers(model)]
+    return _installed(model, always=True)
+
+
+def pooled_in_windows(model: nn.Module) -> WindowStatistics:
+    """The same for an engine: pooled between ``begin`` and ``end`` only."""
+    return _installed(model, always=False)
+
+
+def _installed(model: nn.Module, *, always: bool) -> WindowStatistics:
+    layers = [_stand_in(module) or Pooled(name, module) for name, module in tracking_layers(model)]
     for layer in layers:
         layer.install()
-    return WindowStatistics(layers)
+    return WindowStatistics(layers, always=always)
 
 
 def pooled(module: nn.Module) -> "Pooled | None":
-    """What pools the statistics of a layer, if it is under ``window_statistics``."""
+    """What pools the statistics of a layer at the moment, if anything does."""
+    found = _stand_in(module)
+    return found if found is not None and found.is_active else None
+
+
+def release_copied(module: nn.Module) -> None:
+    """Take what was pooling the original of a copied layer off the copy."""
+    found = _stand_in(module)
+    if found is not None and not (found.is_active or found.holders):
+        found.uninstall()
+
+
+def _stand_in(module: nn.Module) -> "Pooled | None":
     return next((one for one in _stand_ins(module) if isinstance(one, Pooled)), None)
 
 
@@ -147,8 +205,18 @@ class Pooled:
     def __init__(self, name: str, module: Any) -> None:
         self.name, self.module = name, module
         self.own: Any = None
+        self.holders = Holders()
+        self.is_always = self.is_open = False
         self._scratch: dict[str, Tensor | None] = {}
         self.discard()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether forwards are pooled at the moment."""
+        return self.is_always or self.is_open
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "is_always": False, "is_open": False}  # of a copy; see the NOTE, 7
 
     def install(self) -> None:
         """Take the forward's place; once there it stays."""
@@ -178,7 +246,7 @@ class Pooled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The layer's own forward, with scratch buffers: see the NOTE, 1."""
         module = self.module
-        if not module.training or not module.track_running_stats or module.running_mean is None:
+        if not self.is_active or not module.training or not module.track_running_stats or module.running_mean is None:
             return self._plain(*args, **kwargs)
         own, momentum = {name: module._buffers.get(name) for name in _BUFFERS}, module.momentum
         if not self._scratch:
@@ -274,39 +342,6 @@ class Pooled:
             hint='use norm_policy="micro" or "frozen", or a layer of torch',
             module=self.name,
         )
-
-
-@torch.no_grad()
-def pool_over_ranks(layers: Sequence[Pooled]) -> None:
-    """Pool what layers have seen since the last update with what they have seen on all other ranks; see the NOTE, 5.
-
-    Two messages for all layers together; nothing waits for the device.
-
-    Args:
-        layers: The same, in the same order, on every rank. SyncBatchNorm, which has pooled already, is left out.
-    """
-    layers = [layer for layer in layers if not isinstance(layer.module, nn.SyncBatchNorm)]
-    if not layers:
-        return
-    seen = [layer.seen() for layer in layers]
-    counts = torch.stack([mean.new_tensor(count, dtype=torch.float64) for count, mean, _ in seen])
-    sums = torch.cat([counts, *(mean.double() * count for count, mean, _ in seen)])
-    torch.distributed.all_reduce(sums)
-    totals = sums[: len(layers)]
-    sizes = [mean.numel() for _, mean, _ in seen]
-    sums_of_means = torch.split_with_sizes(sums[len(layers) :], sizes)
-    means = [weighted / total.clamp(min=1) for weighted, total in zip(sums_of_means, totals, strict=True)]
-    parts = []
-    for layer, (count, own_mean, spread), mean in zip(layers, seen, means, strict=True):
-        is_instance = isinstance(layer.module, INSTANCE_NORM)
-        part = spread.double() * count if is_instance else spread.double() + count * (own_mean.double() - mean) ** 2
-        parts.append(part)
-    spreads = torch.cat(parts)
-    torch.distributed.all_reduce(spreads)
-    summed = torch.split_with_sizes(spreads, sizes)
-    for layer, (_, own, _), total, mean, spread in zip(layers, seen, totals, means, summed, strict=True):
-        pooled_spread = spread / total.clamp(min=1) if isinstance(layer.module, INSTANCE_NORM) else spread
-        layer.pool(total.to(own.dtype), mean.to(own.dtype), pooled_spread.to(own.dtype))
 
 
 class _Witness(TorchFunctionMode):

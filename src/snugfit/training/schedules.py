@@ -1,9 +1,11 @@
 """Learning-rate schedulers under the engine: one step per update, and nobody else's.
 
-Entry points: ``accepted`` and ``Positions``. Making schedulers is torch's; scaling rates is ``learning_rate``'s.
+Entry points: ``accepted``, ``states`` and ``Positions``. Making schedulers is torch's, scaling rates
+``learning_rate``'s.
 """
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +13,12 @@ import torch
 from snugfit.errors import PlanError, UnsupportedError
 
 
-def accepted(scheduler: Any) -> tuple[Any, ...]:
-    """The schedulers as a tuple.
+def accepted(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> tuple[Any, ...]:
+    """The schedulers of some optimizers as a tuple.
 
     Raises:
-        PlanError: Not a scheduler.
-        UnsupportedError: One that is stepped by a metric, which an update does not know.
+        PlanError: Not a scheduler, or one of another optimizer.
+        UnsupportedError: One whose step needs a metric, or another argument that an update does not have.
     """
     found = () if scheduler is None else tuple(scheduler) if isinstance(scheduler, (list, tuple)) else (scheduler,)
     for one in found:
@@ -33,6 +35,22 @@ def accepted(scheduler: Any) -> tuple[Any, ...]:
                 got=f"scheduler={one!r}",
                 expected="an object with step(), or a sequence of them",
                 hint="pass torch.optim.lr_scheduler.LambdaLR(optimizer, ...), or leave scheduler out",
+            )
+        theirs = getattr(one, "optimizer", None)
+        if isinstance(theirs, torch.optim.Optimizer) and not any(theirs is optimizer for optimizer in optimizers):
+            raise PlanError(
+                "a scheduler belongs to another optimizer than the engine's",
+                got=f"{type(one).__name__} of another {type(theirs).__name__}",
+                expected="a scheduler of the optimizer that is stepped",
+                hint="make it of that optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, ...)",
+            )
+        if needed := _needed_arguments(one.step):
+            raise UnsupportedError(
+                f"{type(one).__name__}.step() needs an argument, which an update does not have",
+                got=f"step({', '.join(needed)})",
+                expected="a scheduler whose step() takes no argument",
+                hint="give the engine an object whose step() passes the number of updates on, or leave it out and call "
+                "its step in the loop",
             )
     return found
 
@@ -58,7 +76,34 @@ class Positions:
             if position is not None and seen is not None and position > seen:
                 raise PlanError(
                     "a scheduler was stepped outside of the engine",
-                    got=f"{type(one).__name__} at {position}, which the engine left at {seen}",
-                    expected="one step per update, made by the engine",
-                    hint="remove scheduler.step() from the loop, or leave scheduler out of the engine",
+                    got=f"{type(one).__name__} at {position}, which this engine left at {seen}",
+                    expected="one step per update, made by one engine",
+                    hint="remove scheduler.step() from the loop, or leave scheduler out; of several "
+                    "engines only one may hold it",
                 )
+
+
+def states(schedulers: Iterable[Any]) -> list[Any]:
+    """What schedulers say of themselves, to be saved.
+
+    Raises:
+        PlanError: One that says nothing.
+    """
+    for one in schedulers:
+        if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
+            raise PlanError(
+                f"the scheduler {type(one).__name__} cannot be saved",
+                got="an object without state_dict() and load_state_dict()",
+                expected="both, for a run that is to be resumed",
+                hint=f"give {type(one).__name__} both, or leave it out of the engine and call its step in the loop",
+            )
+    return [one.state_dict() for one in schedulers]
+
+
+def _needed_arguments(step: Any) -> list[str]:
+    """Arguments without which a function cannot be called; none where that cannot be told."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from snugfit.errors import DeviceMemoryError, PlanError, UnsupportedError
-from snugfit.training import gradients, precision, recovery, updates, weighting
+from snugfit.errors import PlanError
+from snugfit.training import commit, failures, gradients, precision, reduction, updates, weighting, wide_sums
 from snugfit.training.losses import Denominator, Losses, is_zero
 from snugfit.training.weighting import Number
 
@@ -22,6 +22,10 @@ First: TypeAlias = tuple[Tensor, Number]
 "Norm of the mean gradient of a window's first micro-batch, and what that counts."
 Observer: TypeAlias = Callable[[First | None, Tensor, Number], Mapping[str, Number]]
 "(first micro-batch or None, norm of the window, its count) to metrics."
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class Hooks:
     "Undo a window that failed before its update."
     move: Callable[[Any], Any]
     "A micro-batch on the device."
+    begin_update: Callable[[], None] = _nothing
+    "Told before the first optimizer steps: from here on a window cannot be taken back."
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +129,9 @@ class Window:
         self._trained: Sequence[nn.Parameter] = ()
         self._held: Sequence[nn.Parameter] = ()
         self._apart: gradients.Apart | None = None
-        self._watch = gradients.Watch()
-        self._is_folded = self._is_refused = self._reduces = False
+        self._watch, self._sums = gradients.Watch(), wide_sums.WideSums()
+        self._is_folded = self._is_refused = self._may_be_refused = self._reduces = False
+        self._guard = commit.Guard(optimizers)
         self._first: First | None = None
         self._index = -1
         self._last = max((i for i, count in enumerate(counts) if count != 0), default=-1)
@@ -133,21 +140,29 @@ class Window:
         self._trained = self._parameters()
         self._held = list({id(p): p for p in (*self._model.parameters(), *self._trained)}.values())
         self._release()
+        self._sums = wide_sums.opened(self._model, self._optimizers)
         self._watch.look(self._trained)
+        self._guard.close(self._trained)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._guard.open()
         self._apart = None
         self._watch = gradients.Watch()
         self._release()
+        self._sums.close()
 
     @property
     def is_empty(self) -> bool:
         """Whether it is known beforehand that there is nothing to train on, on any rank."""
         return self._weighting.total == 0
 
+    def allow_refusal(self) -> None:
+        """Let ``refuse`` be called, on any rank; all ranks then tell each other at the window's end."""
+        self._may_be_refused = True
+
     def refuse(self) -> None:
-        """Do not update from this window."""
+        """Do not update from this window, on no rank."""
         self._is_refused = True
 
     def micro_steps(self, micro_batches: Sequence[Any], loss: Callable[[Any, Any], Any]) -> None:
@@ -166,10 +181,20 @@ class Window:
             micro_batch: As it is on the host.
             loss: ``(model, micro_batch)`` to a loss.
         """
-        with self.synchronisation(i):
-            with self._autocast():
-                value = loss(self._model, self._hooks.move(micro_batch))
-            self._backward(value, None, None, complete=True)
+        try:
+            with self.synchronisation(i):
+                with self._autocast():
+                    value = loss(self._model, self._hooks.move(micro_batch))
+                self._backward(value, None, None, complete=True)
+        except ValueError as error:
+            better = self.explained(error, micro_batch)
+            if better is None:
+                raise
+            raise better from error
+
+    def explained(self, error: Exception, micro_batch: Any) -> Exception | None:
+        """A better error for one of the present micro-step, or None."""
+        return failures.explained(error, micro_batch, self._index, len(self._counts), self._model)
 
     @contextmanager
     def synchronisation(self, i: int) -> Iterator[None]:
@@ -250,12 +275,15 @@ class Window:
         if reason is None:
             for optimizer in self._optimizers:
                 gradients.check_layouts(optimizer)
+            self._guard.open()
             with precision.without_autocast(self._device_type):
                 self.clip(outcome.grad_norm)
-                self._update()
+                self._hooks.begin_update()
+                commit.update(self._optimizers)
         if self._observer is not None:
             first = self._first if reason is None else None
-            metrics.update(self._observer(first, outcome.grad_norm, outcome.count))
+            with commit.behind("the observer") if reason is None else nullcontext():
+                metrics.update(self._observer(first, outcome.grad_norm, outcome.count))
         return replace(outcome, reason=reason, metrics=metrics)
 
     def average(self) -> Outcome:
@@ -264,7 +292,9 @@ class Window:
         self._watch = gradients.Watch()  # which holds what it saw
         if len(self._losses.denominators) > 1 and not self._is_folded:
             self._fold()
-        loss, metrics, count = self._losses.totals(self._device)
+        loss, metrics, count, is_refused = self._losses.totals(
+            self._device, self._is_refused, agree=self._may_be_refused and self._ranks > 1
+        )
         factor = 1.0 if self._is_folded else self._losses.denominators[0].factor
         is_empty = is_zero(self._losses.counted)
         parameters = [] if is_empty else [p for p in self._trained if p.grad is not None]
@@ -273,7 +303,7 @@ class Window:
         with precision.without_autocast(self._device_type):
             _multiply(values, factor if self._loss_scale is None else factor / self._loss_scale)
             norm = precision.total_norm(values)
-        reason = "empty" if is_empty else "no gradients" if not values else "refused" if self._is_refused else None
+        reason = "empty" if is_empty else "no gradients" if not values else "refused" if is_refused else None
         return Outcome(loss, norm, count, len(self._counts), reason, metrics, self._losses.reported_counts)
 
     def decide(self, outcome: Outcome) -> str | None:
@@ -283,9 +313,10 @@ class Window:
         return outcome.reason or self._hooks.decide(found_inf, self._losses.counted)
 
     def clip(self, norm: Tensor) -> None:
-        """Clip the averaged gradients, whose norm is given, if there is a limit."""
+        """Clip the averaged gradients, whose norm is given, if there is a limit, and give them their weights' types."""
         if self._max_grad_norm is not None:
             gradients.clip(gradients.values(self._trained), self._max_grad_norm, norm)
+        self._sums.narrow()
 
     @property
     def _sets(self) -> gradients.Apart:
@@ -310,10 +341,13 @@ class Window:
         """Add the gradients of a weighted loss to ``.grad``; aside of DDP, which reduces in one backward only."""
         try:
             if not aside:
+                reached = reduction.Reached(self._model) if self._reduces else None
                 torch.autograd.backward(tensor, retain_graph=retain, inputs=inputs)
+                if reached is not None:
+                    reached.complete()
                 return
-            reached = [p for p in self._model.parameters() if p.requires_grad] if inputs is None else inputs
-            found = torch.autograd.grad(tensor, reached, retain_graph=retain, allow_unused=True)
+            leaves = [p for p in self._model.parameters() if p.requires_grad] if inputs is None else inputs
+            found = torch.autograd.grad(tensor, leaves, retain_graph=retain, allow_unused=True)
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
                 raise
@@ -323,21 +357,13 @@ class Window:
                 expected="losses that share a graph in one call",
                 hint="return them together from the loss function, or call window.backward([first, second])",
             ) from error
-        for parameter, gradient in zip(reached, found, strict=True):
+        for parameter, gradient in zip(leaves, found, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def _reduce(self) -> None:
-        """Let DDP reduce the gradients as they are, where this micro-step has no backward of its own to do it."""
-        if getattr(self._model, "find_unused_parameters", False):
-            raise UnsupportedError(
-                "DDP with find_unused_parameters=True reduces only within the backward of a loss",
-                got="a last micro-step without one backward that may reach everything",
-                expected="one loss without only=, whose count is above 0, in the last micro-batch of every rank",
-                hint="wrap the model without find_unused_parameters, or return the losses together",
-            )
-        parameters = [p for p in self._model.parameters() if p.requires_grad]
-        torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
+        """Let DDP reduce the gradients as they are."""
+        reduction.reduce(self._model)
         self._watch.look(self._trained)
 
     def _observe_first(self) -> None:
@@ -348,25 +374,6 @@ class Window:
         if not is_zero(count):
             norm = precision.total_norm(gradients.coalesced_values(self._trained))
             self._first = (norm * (factor if self._loss_scale is None else factor / self._loss_scale), count)
-
-    def _update(self) -> None:
-        """Step every optimizer that has gradients."""
-        for optimizer in self._optimizers:
-            update = updates.of(optimizer)
-            if any(p.grad is not None for p in update.parameters):
-                try:
-                    update.step()
-                except Exception as error:
-                    if not recovery.is_out_of_memory(error):
-                        raise
-                    raise DeviceMemoryError(
-                        "the device ran out of memory inside of the optimizer's update",
-                        got=f"{type(optimizer).__name__}: {error}",
-                        expected="memory for the optimizer's state and its temporaries",
-                        hint="parameters may have moved, so start again from a saved state; optimizer_impl='for-loop' "
-                        "needs least",
-                    ) from error
-        torch.clear_autocast_cache()  # casts of the old weights, where the caller's own autocast is still open
 
     def _parameters(self) -> list[nn.Parameter]:
         """Parameters of all optimizers once, in the order of the model."""

@@ -1,9 +1,10 @@
 """What is not public in torch and that the training room needs: constant random numbers, and torch's checkpoint calls.
 
-Entry points: ``Steady`` and ``checkpoint_calls``, used by checks only, and ``in_backward``.
+Entry points: ``Steady`` and ``checkpoint_calls``, used by checks only, ``in_backward`` and ``is_inside_transform``.
 ``tests/test_check_canaries.py`` and ``tests/test_running_statistics.py`` hold a canary for each.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,30 +25,52 @@ class Steady(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Random operations of torch give constants: every element kept by dropout, every noise the same number.
 
     So a function that draws random numbers becomes one of its inputs alone, whatever the number of samples it draws
-    for. Generators do not move.
+    for: what a sample gets is made of its own row of the arguments. Generators move as they would.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen: set[str] = set()
         "Names of the operations that were replaced."
+        self.unknown: set[str] = set()
+        "Operations that moved a generator and for which there is no constant."
+        self.redrawn: set[str] = set()
+        "Custom autograd functions whose backward runs a forward again that draws other numbers than the first did."
+        self._states: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = func.name().partition("::")[2].partition(".")[0]
         if func.namespace != "aten":
-            return func(*args, **kwargs)
-        name = func.name().removeprefix("aten::").partition(".")[0]
-        if name.startswith("_scaled_dot_product") or name in (
-            "_flash_attention_forward",
-            "_efficient_attention_forward",
-        ):
+            return self._watched(func, func.name(), args, kwargs)
+        if name.startswith("_scaled_dot_product") or name in _ATTENTIONS:
             args, kwargs = self._without_dropout(func, name, args, kwargs)
-        result = func(*args, **kwargs)
         constant = _CONSTANTS.get(name)
         if constant is not None:
+            self._note_draw(name)
             self.seen.add(name.strip("_"))
-            return constant(result, args, kwargs)
+            return constant(func(*args, **kwargs), args, kwargs)
+        if _draws(func):
+            return self._watched(func, name, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _watched(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        given = kwargs.get("generator")
+        before = _states(given)
+        result = func(*args, **kwargs)
+        if any(not torch.equal(old, new) for old, new in zip(before, _states(given), strict=True)):
+            self.unknown.add(name.strip("_"))
         return result
+
+    def _note_draw(self, name: str) -> None:
+        """A forward that runs again in a backward has to start from a random state of the first one."""
+        state = hash(tuple(state.numpy().tobytes() for state in _states(None)))
+        if not in_backward():
+            self._states.add(state)
+            return
+        function = getattr(type(torch._C._current_autograd_node()), "_forward_cls", None)
+        if function is not None and torch.is_grad_enabled() and state not in self._states:
+            self.redrawn.add(function.__qualname__)
 
     def _without_dropout(self, func: Any, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         names = [argument.name for argument in func._schema.arguments]
@@ -56,6 +79,23 @@ class Steady(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.seen.add("dropout")
             return (), {**given, "dropout_p": 0.0}
         return args, kwargs
+
+
+_ATTENTIONS = ("_flash_attention_forward", "_efficient_attention_forward")
+
+
+def _draws(func: Any) -> bool:
+    """Whether an operation says of itself that it draws random numbers."""
+    is_tagged = torch.Tag.nondeterministic_seeded in func.tags
+    return is_tagged or any(str(argument.type).endswith("Generator]") for argument in func._schema.arguments)
+
+
+def _states(given: torch.Generator | None) -> list[Tensor]:
+    if given is not None:
+        return [given.get_state()]
+    own = [torch.get_rng_state()]
+    is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [*own, torch.cuda.get_rng_state()] if is_used else own
 
 
 def _filled(value: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
@@ -78,6 +118,26 @@ def _native_dropout(result: Any, args: Any, kwargs: Any) -> Any:
         return result
     values.copy_(args[0] / keep if keep else torch.zeros_like(args[0]))
     return values, mask.fill_(True)
+
+
+def _multinomial(result: Tensor, args: Any, kwargs: Any) -> Tensor:
+    """The likeliest entry of each row; without replacement, the likeliest ones."""
+    weights, number = args[0], result.shape[-1]
+    if _given(args, kwargs, 2, "replacement", False):
+        return result.copy_(weights.argmax(-1, keepdim=True).expand(result.shape))
+    return result.copy_(weights.sort(stable=True, dim=-1, descending=True).indices[..., :number])
+
+
+def _rrelu(result: Any, args: Any, kwargs: Any) -> Any:
+    lower, upper = _given(args, kwargs, 2, "lower", 1 / 8), _given(args, kwargs, 3, "upper", 1 / 3)
+    if not _given(args, kwargs, 4, "training", False):
+        return result
+    values, noise = result if isinstance(result, tuple) else (result, args[1])
+    slope = (lower + upper) / 2
+    is_low = noise != 1  # the factor that was drawn, and 1 for what was kept
+    values.copy_(torch.where(is_low, values / torch.where(noise == 0, 1, noise) * slope, values))
+    noise.copy_(torch.where(is_low, slope, 1.0))
+    return result
 
 
 def _middle(low: Any, high: Any) -> int:
@@ -105,7 +165,23 @@ _CONSTANTS: dict[str, Callable[[Any, Any, Any], Any]] = {
         lambda args, kwargs: _given(args, kwargs, 1, "mean", 0.0) + _HALF * _given(args, kwargs, 2, "std", 1.0)
     ),
     "normal": _normal,
+    "log_normal_": _filled(
+        lambda args, kwargs: math.exp(
+            _given(args, kwargs, 1, "mean", 1.0) + _HALF * _given(args, kwargs, 2, "std", 2.0)
+        )
+    ),
+    "cauchy_": _filled(
+        lambda args, kwargs: _given(args, kwargs, 1, "median", 0.0) + _HALF * _given(args, kwargs, 2, "sigma", 1.0)
+    ),
+    "geometric_": _filled(lambda args, kwargs: max(1, round(1 / _given(args, kwargs, 1, "p", 1.0)))),
     "exponential_": _filled(lambda args, kwargs: 1 / _given(args, kwargs, 1, "lambd", 1.0)),
+    "poisson": lambda result, args, kwargs: result.copy_(args[0].round()),
+    "binomial": lambda result, args, kwargs: result.copy_((args[0] * args[1]).round()),
+    "_standard_gamma": lambda result, args, kwargs: result.copy_(args[0]),
+    "_sample_dirichlet": lambda result, args, kwargs: result.copy_(args[0] / args[0].sum(-1, keepdim=True)),
+    "multinomial": _multinomial,
+    "rrelu_with_noise": _rrelu,
+    "rrelu_with_noise_": _rrelu,
     "randint": _integers,
     "randint_like": _integers,
     "random_": _integers,
@@ -116,6 +192,11 @@ _CONSTANTS: dict[str, Callable[[Any, Any, Any], Any]] = {
 def in_backward() -> bool:
     """Whether the calling thread is inside of autograd's backward: a forward that runs there is a repeated one."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_inside_transform(tensor: Tensor) -> bool:
+    """Whether a tensor is one that ``torch.func`` (vmap, grad and so on) is mapping over: its values cannot be read."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,7 @@ NOTE [Weights that are bf16 themselves]
    chance, right on average; or it is rounded to nearest, and small updates are lost.
 2. The optimizer is the user's, made over the model while that still was in full precision. Each bf16 parameter in its
    groups is then replaced in its place, so that groups, their names and options stay.
-3. Without masters the stand-ins hold no memory outside of an update. Torch's optimizers pass by parameters without a
-   gradient, so the update is made for a bucket of parameters after another (with masters too: temporaries of foreach
-   are as large as what is updated). Numbers in a group, a step counter of some optimizers, are set back for each.
-   Not for optimizers that look at all parameters at once.
+3. Without masters the stand-ins hold no memory outside of an update, which is ``buckets``'s.
 4. Gradients are summed in fp32 by ``Tensor.grad_dtype`` (that of one micro-batch comes in bf16), or in bf16 and then
    cast for each bucket.
 5. A weight that somebody wrote to since the last update (a loaded state, a clamp) is noticed by its version, as
@@ -20,21 +17,17 @@ NOTE [Weights that are bf16 themselves]
    (Comparing all weights at every update would notice it, and doubles the update's time on a CPU.)
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from snugfit.errors import PlanError
-
-BUCKET_BYTES = 2**26
-"Weights in fp32 that are updated at once, unless one parameter alone is larger; several times that in temporaries."
-
-_EXPONENT = 0x7F800000
-"Bits of an fp32 number that are all set in inf and NaN only."
+from snugfit.training import buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +88,19 @@ class Update:
         for held, parameter in self._masters().values():
             self._weights.follow(held, parameter)
         pairs = [(held, parameter) for held, parameter in self.pairs() if parameter.grad is not None]
-        for held, parameter in pairs:
-            if held is not parameter:
-                held.grad, parameter.grad = parameter.grad, None
-        _step_in_buckets(self.optimizer, pairs, self._weights.method)
-        for held, parameter in pairs:
-            self._weights.agree(held, parameter)
+        try:
+            for held, parameter in pairs:
+                if held is not parameter:
+                    held.grad, parameter.grad = parameter.grad, None
+            buckets.step(self.optimizer, pairs, self._weights.method)
+        except BaseException:
+            if self._weights.method == "master-weights":
+                buckets.write_back(pairs, self._weights.method)  # what of them has moved
+            raise
+        finally:
+            for held, parameter in pairs:
+                buckets.let_go(held, parameter, self._weights.method)
+                self._weights.agree(held, parameter)
         self.optimizer.__dict__["_opt_called"] = True  # a scheduler warns where optimizer.step itself was not called
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,29 +112,45 @@ class Update:
         return {"masters": masters} if masters else {}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse the state of other master weights.
+        """Refuse the master weights of other parameters.
 
         Raises:
-            PlanError: They are of other parameters, or there should be none.
+            PlanError: There are more than the optimizer has parameters, or they have other shapes.
         """
         saved: Mapping[int, Tensor] = state.get("masters", {})
-        present = self._masters()
-        if saved.keys() != present.keys() or any(saved[i].shape != held.shape for i, (held, _) in present.items()):
+        here = [tuple(parameter.shape) for parameter in self.parameters]
+        other = [i for i, master in saved.items() if i >= len(here) or tuple(master.shape) != here[i]]
+        if other:
+            first = other[0]
             raise PlanError(
-                "a saved state has other fp32 master weights",
-                got=f"{len(saved)} saved, {len(present)} here",
-                expected="the same parameters under precision='bf16-true' with master weights, or none",
-                hint="build the engine with the plan that the state was saved under",
+                "a saved state has fp32 master weights of other parameters",
+                got=f"{len(saved)} saved, {len(here)} parameters here; number {first} is saved with the shape "
+                f"{tuple(saved[first].shape)}, here {here[first] if first < len(here) else 'there is none'}",
+                expected="the parameters of the optimizer that was saved, in their order",
+                hint="build the engine with the model and the optimizer's groups that the state was saved with",
             )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the master weights, and the model's from them; see ``check_state``."""
+    def load_state_dict(self, state: Mapping[str, Any], weights: Mapping[int, Tensor] | None = None) -> None:
+        """Set the trained weights from saved masters; see ``check_state``.
+
+        A state of fp32 weights has none: masters then take these, unrounded. Those of which neither was saved begin
+        as the model's weights are. Saved masters that have no place here go to the weights themselves.
+
+        Args:
+            state: Of ``state_dict``.
+            weights: What was saved of the model's parameters, by their ids.
+        """
         self.check_state(state)
+        saved: Mapping[int, Tensor] = state.get("masters", {})
+        masters, weights = self._masters(), weights or {}
         with torch.no_grad():
-            for place, (held, parameter) in self._masters().items():
-                held.copy_(state["masters"][place])
-                parameter.copy_(held)
-                self._own.agree(held, parameter)
+            for place, (held, parameter) in enumerate(self.pairs()):
+                value = saved.get(place, weights.get(id(parameter)) if place in masters else None)
+                if value is not None:
+                    parameter.copy_(value)
+                if place in masters:
+                    held.copy_(parameter if value is None else value)
+                    self._own.agree(held, parameter)
 
     @property
     def _own(self) -> _Weights:
@@ -170,18 +186,61 @@ def attach(optimizer: torch.optim.Optimizer, method: str, originals: Mapping[int
     """
     weights = _Weights(method)
     _adopt(optimizer, weights, originals)
-    _attached[optimizer] = weights
+    _attach(optimizer, weights)
 
 
-def round_stochastically(values: Tensor) -> None:
-    """Round fp32 values in place to bf16 ones, up or down by chance and right on average; inf and NaN stay.
+def detach(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer hold the model's own parameters again, so that a plain loop trains them.
 
-    Draws from torch's default generator of the device.
+    Its state takes their type, as in torch's ``load_state_dict``; counters stay.
     """
-    bits = values.view(torch.int32)
-    noise = torch.randint_like(bits, 2**16)
-    noise.masked_fill_((bits & _EXPONENT) == _EXPONENT, 0)
-    bits.add_(noise).bitwise_and_(-(2**16))
+    weights = _attached.pop(optimizer, None)
+    if weights is None:
+        return
+    optimizer.__dict__.pop("__deepcopy__", None)
+    for group in optimizer.param_groups:
+        group["params"] = [weights.behind.get(id(held), (held, held))[1] for held in group["params"]]
+    for held, parameter in weights.behind.values():
+        held.grad = None
+        if held in optimizer.state:
+            state = optimizer.state.pop(held)
+            optimizer.state[parameter] = {
+                name: value.to(parameter.dtype) if isinstance(value, Tensor) and _is_like_a_weight(value) else value
+                for name, value in state.items()
+            }
+
+
+def _attach(optimizer: torch.optim.Optimizer, weights: _Weights) -> None:
+    _attached[optimizer] = weights
+    optimizer.__dict__["__deepcopy__"] = _Copying(optimizer)
+
+
+class _Copying:
+    """Copies an optimizer with what it is attached to; torch copies no more than groups and state."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = ref(optimizer)
+
+    def __call__(self, memo: dict[int, Any]) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        weights = _attached[optimizer]
+        del optimizer.__dict__["__deepcopy__"]
+        try:
+            twin = copy.deepcopy(optimizer, memo)
+        finally:
+            optimizer.__dict__["__deepcopy__"] = self
+        copied = _Weights(weights.method)
+        for held, parameter in Update(optimizer, weights).pairs():
+            twins = copy.deepcopy((held, parameter), memo)
+            for one, own in zip(twins, (held, parameter), strict=True):
+                one.grad, one.grad_dtype = None, own.grad_dtype
+            if held is not parameter:
+                copied.behind[id(twins[0])] = twins
+                buckets.let_go(*twins, weights.method)
+                copied.agree(*twins)
+        _attach(twin, copied)
+        return twin
 
 
 def _adopt(optimizer: torch.optim.Optimizer, weights: _Weights, originals: Mapping[int, Tensor]) -> None:
@@ -196,7 +255,7 @@ def _adopt(optimizer: torch.optim.Optimizer, weights: _Weights, originals: Mappi
                 original = originals.get(id(parameter), parameter.data)
                 held = nn.Parameter(original.to(torch.float32))
             else:
-                held = nn.Parameter(_placeholder(parameter))
+                held = nn.Parameter(buckets.placeholder(parameter))
             held.grad_dtype = None  # holds a bf16 gradient until its bucket's turn
             group["params"][i] = held
             weights.behind[id(held)] = (held, parameter)
@@ -210,80 +269,5 @@ def _as_fp32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
 
-def _placeholder(parameter: Tensor) -> Tensor:
-    """fp32, of the same shape, and next to no memory."""
-    return torch.zeros((), dtype=torch.float32, device=parameter.device).expand(parameter.shape)
-
-
-@torch.optim.Optimizer.profile_hook_step
-def _step_in_buckets(
-    optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]], method: str
-) -> None:
-    """Step an optimizer for one bucket of parameters after another; hooks of the optimizer run once, around it all."""
-    step = _without_hooks(optimizer)
-    groups = optimizer.param_groups
-    numbers = [{name: v for name, v in group.items() if isinstance(v, (int, float))} for group in groups]
-    gradients: list[Tensor | None] = [held.grad for held, _ in pairs]
-    sizes = [_bytes_in_fp32(held, parameter) for held, parameter in pairs]
-    for held, _ in pairs:
-        held.grad = None
-    for n, bucket in enumerate(_buckets(sizes)):
-        if n:
-            for group, values in zip(groups, numbers, strict=True):
-                group.update(values)
-        for i in bucket:
-            held, parameter = pairs[i]
-            gradient, gradients[i] = gradients[i], None
-            assert gradient is not None
-            if method == "stochastic-rounding" and held is not parameter:
-                held.data = parameter.data.float()
-            if held.dtype != gradient.dtype:
-                held.grad_dtype = None
-                gradient = gradient.to(held.dtype)
-            held.grad = gradient
-            del gradient
-        step(optimizer)
-        _write_back([pairs[i] for i in bucket], method)
-
-
-def _write_back(pairs: Sequence[tuple[nn.Parameter, nn.Parameter]], method: str) -> None:
-    """Bring updated values to the model's parameters, and drop gradients and fp32 copies."""
-    with torch.no_grad():
-        if method == "master-weights":
-            apart = [(held, parameter) for held, parameter in pairs if held is not parameter]
-            if apart:
-                torch.ops.aten._foreach_copy_.default([p for _, p in apart], [held for held, _ in apart])
-        for held, parameter in pairs:
-            held.grad = None
-            if held is parameter:
-                if held.dtype == torch.bfloat16 and held.grad_dtype is None:
-                    held.grad_dtype = torch.float32
-            elif method == "stochastic-rounding":
-                round_stochastically(held.data)
-                parameter.copy_(held)
-                held.data = _placeholder(parameter)
-
-
-def _bytes_in_fp32(held: nn.Parameter, parameter: nn.Parameter) -> int:
-    """What an update needs for a copy of a weight or of its gradient, or an optimizer for its temporaries."""
-    is_cast = held.grad is not None and held.grad.dtype != held.dtype
-    return 4 * parameter.numel() if held is not parameter or is_cast else 0
-
-
-def _buckets(sizes: Sequence[int]) -> list[list[int]]:
-    """Indices of parameters that are updated together, so that their copies stay within ``BUCKET_BYTES``."""
-    buckets: list[list[int]] = []
-    filled = 0
-    for i, size in enumerate(sizes):
-        if not buckets or (filled + size > BUCKET_BYTES and size):
-            buckets.append([])
-            filled = 0
-        buckets[-1].append(i)
-        filled += size
-    return buckets
-
-
-def _without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The step of an optimizer's class, without what torch puts around it to call hooks."""
-    step = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+def _is_like_a_weight(value: Tensor) -> bool:
+    return value.is_floating_point() and value.dim() > 0

@@ -15,7 +15,7 @@ NOTE [How micro-batches are weighted]
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -120,6 +120,19 @@ def _checked(value: Any, name: str) -> Tensor:
     )
 
 
+def _further(value: Any, count: Number | None, only: Any) -> "Term":
+    """A loss behind the first of a sequence; models that return more than their loss are told so."""
+    try:
+        return term(value, count, only)
+    except PlanError as error:
+        raise PlanError(
+            "the loss function returned a sequence, which is taken as several losses",
+            got=f"another entry behind the first: {error.got}",
+            expected="a scalar, or scalars only",
+            hint=f"return the first entry alone if the others are no losses, else {error.hint}",
+        ) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Term:
     """One loss of a micro-batch, whatever form it was given in."""
@@ -153,7 +166,7 @@ def terms(value: Any, count: Number | None, only: Any) -> list[Term]:
             expected="a scalar, a Loss, or a sequence of them",
             hint="return the loss tensor from the loss function, or a Loss with a count of 0 where nothing counts",
         )
-    return [term(one, count, only) for one in values]
+    return [term(one, count, only) if i == 0 else _further(one, count, only) for i, one in enumerate(values)]
 
 
 def check_function(loss: object) -> None:
@@ -192,10 +205,36 @@ def term(value: Any, count: Number | None, only: Any) -> Term:
 
 
 def _inputs(only: Any) -> list[Tensor] | None:
+    """The trainable parameters that a loss may reach; None: all.
+
+    Raises:
+        PlanError: None at all, or no parameters, or an iterator, which is empty the second time.
+    """
     if only is None:
         return None
-    parameters = only.parameters() if isinstance(only, nn.Module) else only
-    return [parameter for parameter in parameters if parameter.requires_grad]
+    parameters = list(only.parameters()) if isinstance(only, nn.Module) else only
+    if isinstance(parameters, Iterator) or not isinstance(parameters, Iterable) or isinstance(parameters, Tensor):
+        raise _bad_only(f"only={type(only).__name__}", "list it once: only=list(module.parameters()), or only=module")
+    listed = list(parameters)
+    strangers = [type(one).__name__ for one in listed if not isinstance(one, Tensor)]
+    if strangers:
+        raise _bad_only(f"a {strangers[0]} among them", "pass only=module, or a list of parameters")
+    trainable = [parameter for parameter in listed if parameter.requires_grad]
+    if not trainable:
+        raise _bad_only(
+            f"only={type(only).__name__} with {len(listed)} parameters, none of which requires a gradient",
+            "leave a loss that trains nothing out of what the loss function returns",
+        )
+    return trainable
+
+
+def _bad_only(got: str, hint: str) -> PlanError:
+    return PlanError(
+        "only= does not name parameters that a loss may reach",
+        got=got,
+        expected="a module, or a sequence of parameters, at least one of them trainable",
+        hint=hint,
+    )
 
 
 def merged(

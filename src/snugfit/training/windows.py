@@ -13,7 +13,7 @@ from torch import Tensor
 from snugfit.errors import BatchError, PlanError, UnsupportedError
 from snugfit.jobs import Count
 from snugfit.plans import Plan
-from snugfit.training import counting, recovery, splitting
+from snugfit.training import counting, failures, recovery, splitting
 from snugfit.training.step import Outcome, Window
 from snugfit.training.weighting import Number, Reduce
 
@@ -76,13 +76,30 @@ def prepare(
         BatchError: The batch cannot be cut or counted.
     """
     if split is not None:
-        parts = MicroBatches([batch] if micro_batch_size is None else split(batch, micro_batch_size))
+        parts = MicroBatches([batch] if micro_batch_size is None else _cut_by(split, batch, micro_batch_size))
         return parts, counts_of(parts, count)
     number = splitting.num_samples(batch)
     size = number if micro_batch_size is None else micro_batch_size
     parts = MicroBatches(splitting.split(batch, size))
     parts.sizes = tuple(min(size, number - start) for start in range(0, number, size))
     return parts, counts_of(parts, count)
+
+
+def _cut_by(split: Callable[[Any, int], list[Any]], batch: Any, micro_batch_size: int) -> list[Any]:
+    """What the user's own split returns.
+
+    Raises:
+        BatchError: It is no list of micro-batches.
+    """
+    found = split(batch, micro_batch_size)
+    if isinstance(found, (str, Tensor, Mapping)) or not isinstance(found, Iterable):
+        raise BatchError(
+            "split did not return a list of micro-batches",
+            got=f"{type(found).__name__} from split(batch, {micro_batch_size})",
+            expected="a list of micro-batches",
+            hint="return a list: split=lambda batch, size: [batch[i : i + size] for i in range(0, len(batch), size)]",
+        )
+    return list(found)
 
 
 def counts_of(micro_batches: Sequence[Any], count: Count) -> list[float]:
@@ -127,7 +144,10 @@ def listed(micro_batches: Iterable[Any]) -> list[Any]:
             expected="a list, or what engine.windows(loader) yields",
             hint="pass [micro_batch], or call engine.step(batch), which cuts a batch",
         )
-    return list(micro_batches)
+    found = list(micro_batches)
+    if not isinstance(micro_batches, MicroBatches):
+        failures.refuse_a_batch(found)
+    return found
 
 
 def length(accumulation_steps: int | None, plan: Plan | None) -> int:
@@ -243,6 +263,7 @@ class HandWindow:
         finish: Callable[[Outcome], StepResult],
     ) -> None:
         self._window, self._micro_batches, self._finish = window, micro_batches, finish
+        window.allow_refusal()
         self._position = -1
         self._is_over = False
         self._result: StepResult | None = None
@@ -259,6 +280,7 @@ class HandWindow:
             if error is not None:
                 if recovery.is_out_of_memory(error):
                     raise recovery.not_retried(error, "inside of a window that is driven by hand") from error
+                self._explain(error)
                 return
             if not self._is_over:
                 raise PlanError(
@@ -270,6 +292,15 @@ class HandWindow:
             self._result = self._finish(self._window.finish())
         finally:
             self._window.__exit__()
+
+    def _explain(self, error: BaseException) -> None:
+        """Raise a better error for one of the loop's body, if there is one."""
+        if not isinstance(error, Exception) or self._position < 0:
+            return
+        better = self._window.explained(error, self._micro_batches[self._position])
+        if better is not None:
+            raise better from error
+        failures.note_a_batch(error, self._micro_batches)
 
     def __iter__(self) -> Iterator[Any]:
         if self._loop is not None:
@@ -312,6 +343,8 @@ class HandWindow:
 
     def skip(self, reason: str) -> None:
         """Do not update from this window; the result says ``"refused"`` and the loss scale stays.
+
+        One rank that says so is enough: no rank updates then.
 
         Args:
             reason: Why, for whoever reads the loop.

@@ -5,6 +5,7 @@ states stay as they are, for only copies run. Several ranks are checked as one.
 """
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from snugfit import hardware
-from snugfit.errors import PlanError
+from snugfit.errors import PlanError, UnsupportedError
 from snugfit.jobs import Job
 from snugfit.plans import Plan
 from snugfit.training import build, checkpointing, example, random_states, recovery, updates
@@ -23,6 +24,7 @@ from snugfit.training.checking.comparison import Bench
 from snugfit.training.checking.full_batch import Comparison
 from snugfit.training.checking.hazards import Hazard as Hazard
 from snugfit.training.checking.repetition import Repetition
+from snugfit.training.counting import Counting
 from snugfit.training.diagnosing.diagnosis import plain
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -115,6 +117,13 @@ def check(job: Job, plan: Plan, device: str | hardware.Device = "auto") -> Check
         UnsupportedError: The model cannot be copied, or something cannot be driven exactly.
         DeviceMemoryError: A single sample does not fit the device.
     """
+    if not isinstance(job, Job):
+        raise PlanError(
+            "check needs a job",
+            got=type(job).__name__,
+            expected="a snugfit.Job",
+            hint="pass snugfit.Job(model, loss, optimizer, batch)",
+        )
     if not isinstance(plan, Plan):
         raise PlanError(
             "check needs a plan",
@@ -127,9 +136,12 @@ def check(job: Job, plan: Plan, device: str | hardware.Device = "auto") -> Check
     with _undisturbed(job.model), random_states.seeded(job.seed, target):
         template = job.model if isinstance(job.model, nn.Module) else build.build_model(job)
         template = checkpointing.unwrapped(template)
+        _refuse_uncopied(template)
         batch = example.example_batch(job, alone.samples_per_rank)
+        job, inferred = _settled(job, template, batch)
         found = hazards.of_half_weights(template, alone)
         owned, assumptions = _admitted(job, alone, template, target, accepts_weights=not found)
+        assumptions += inferred
         bench = Bench(job, replace(alone, fingerprint=None), target, template, owned)
         split = full_batch.compare(bench, batch, template)
         runs = Repetition(assumptions=["runs were not repeated: there is nothing to compare"])
@@ -170,6 +182,38 @@ def _report(
     )
 
 
+def _refuse_uncopied(model: nn.Module) -> None:
+    """Refuse models that have no weights to copy, or that forget when they are copied which weights are trained.
+
+    Raises:
+        UnsupportedError: It is on the meta device, or of TorchScript.
+    """
+    empty = [name for name, tensor in model.named_parameters() if tensor.device.type == "meta"]
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if not empty and not scripted:
+        return
+    place = (empty or scripted)[0]
+    raise UnsupportedError(
+        "a check runs the model, and this one cannot be run on a copy",
+        got=f"{place} has no values, on the meta device" if empty else f"{place or 'the model'} is made by torch.jit",
+        expected="a module of Python with real weights",
+        hint="load its weights, or Job(lambda: MyModel(), ...)" if empty else "check it before torch.jit is applied",
+    )
+
+
+def _settled(job: Job, template: nn.Module, batch: Any) -> tuple[Job, list[str]]:
+    """The job with what an engine settles at its first batch, and a remark if it inferred what is counted."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said in the report
+        count = Counting(job.count, template).of(batch)
+    if count is job.count:
+        return job, []
+    return replace(job, count=count), [
+        "count was not given: a causal language model of transformers averages over its shifted labels, so "
+        "snugfit.tokens(shift=True) was counted, as training does; pass count= to say what the loss is a mean over"
+    ]
+
+
 def _admitted(
     job: Job, plan: Plan, template: nn.Module, device: torch.device, *, accepts_weights: bool
 ) -> tuple[list[str], list[str]]:
@@ -181,7 +225,10 @@ def _admitted(
     """
     model = build.copied(template)
     precision = plan.precision if accepts_weights else "32-true"
-    engine = build.construct(replace(job, model=lambda: model), replace(plan, precision=precision), device)
+    with warnings.catch_warnings():
+        if not accepts_weights:
+            warnings.filterwarnings("ignore", ".*trained weights of torch")  # found already, and reported as a hazard
+        engine = build.construct(replace(job, model=lambda: model), replace(plan, precision=precision), device)
     held = {id(p) for optimizer in engine.optimizers for p in updates.of(optimizer).parameters}
     names = [name for name, p in engine.model.named_parameters() if id(p) in held]
     engine.close()

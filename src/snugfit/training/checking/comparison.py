@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from snugfit.errors import DeviceMemoryError, PlanError, SnugfitError
 from snugfit.jobs import Count, Job, Loss, LossScale
 from snugfit.plans import Plan
-from snugfit.training import build, norms, random_states, recovery, splitting, torch_private
+from snugfit.training import build, caches, norms, random_states, recovery, splitting, torch_private
+from snugfit.training.checking import reached, side_effects
 from snugfit.training.checking.observing import ModuleNames, Observer
 
 COMPARED = "compared"
@@ -59,7 +60,11 @@ class Trial:
     changed: list[str] = field(default_factory=list)
     "Tensors of a micro-batch that were changed in place."
     drawn: set[str] = field(default_factory=set)
-    "Random operations that gave constants; ``python`` and ``numpy`` for numbers that do not come from torch."
+    "Random operations that gave constants."
+    drawn_elsewhere: set[str] = field(default_factory=set)
+    "Where random numbers came from that were no constants."
+    redrawn: set[str] = field(default_factory=set)
+    "See ``torch_private.Steady``."
 
     @property
     def is_finite(self) -> bool:
@@ -88,6 +93,11 @@ class Bench:
         self.job, self.plan, self.device = job, plan, device
         self._template, self._owned = template, owned
         self.num_forwards = 0
+
+    def trained(self, model: nn.Module) -> list[str]:
+        """Names of the parameters of a model that the job's optimizers hold and that are not frozen."""
+        known = dict(model.named_parameters())
+        return [name for name in self._owned if known[name].requires_grad]
 
     def cut(
         self, batch: Any, micro_batch_size: int | None, count: "Count | None" = None
@@ -143,14 +153,20 @@ class Bench:
                 around = around_checkpoints or _unwatched
                 stack.enter_context(torch_private.checkpoint_calls(around, plain=not setting.recomputes))
                 outside = random.getstate(), random_states.numpy_state()
+                generators = reached.Generators(engine.model, [self.job.loss])
                 stack.enter_context(steady if setting.is_steady else nullcontext())
                 result = engine.runner.run(_copied(parts), counts)
                 trial.reason, trial.loss, trial.count = result.reason, float(result.loss), float(result.count)
-                trial.drawn |= steady.seen | _drawn_outside(outside)
+                trial.drawn |= steady.seen
+                trial.drawn_elsewhere |= steady.unknown | _drawn_outside(outside) | generators.moved()
+                trial.redrawn |= steady.redrawn
             except SnugfitError as error:
-                if not recovery.is_out_of_memory(error.__cause__ or error):
+                if recovery.is_out_of_memory(error.__cause__ or error):
+                    trial.error = error
+                elif setting.recomputes and isinstance(error.__cause__, Exception):  # it may be what is looked for
+                    trial.error = error.__cause__
+                else:
                     raise
-                trial.error = error
             except Exception as error:
                 trial.error = error
                 trial.failed_in = observer.failed_in if observer is not None else ""
@@ -166,6 +182,10 @@ class Bench:
         on_loss: Callable[[Any], None] | None,
     ) -> Any:
         model = build.copied(self._template)
+        if self.plan.recompute:  # also where nothing is recomputed, so that two runs differ in nothing else
+            known = dict(model.named_modules())
+            wanted = (name for segment in self.plan.recompute for name in segment.modules)
+            caches.turned_off(model, [known[name] for name in wanted if name in known])
         if setting.dtype is not None:
             model = model.double() if setting.dtype == torch.float64 else model.float()
         if not setting.keeps_batch_norms:
@@ -203,15 +223,15 @@ class Bench:
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         known = dict(model.named_parameters())
-        return torch.optim.SGD([known[name] for name in self._owned if known[name].requires_grad], lr=0.0)
+        return torch.optim.SGD([known[name] for name in self.trained(model)], lr=0.0)
 
     def _hook(self, engine: Any, trial: Trial, setting: Setting, look: Callable[[nn.Module], Any] | None) -> None:
         own = engine.runner.hooks
-        moved: list[tuple[str, Tensor, int]] = []
+        moved: list[tuple[str, Tensor, Tensor]] = []
 
         def look_at_moved() -> None:
-            for path, tensor, version in moved:
-                if tensor._version != version and path not in trial.changed:
+            for path, tensor, kept in moved:
+                if path not in trial.changed and not side_effects.same_values(tensor, kept):
                     trial.changed.append(path)
             moved.clear()
 
@@ -220,7 +240,7 @@ class Bench:
             found = own.move(micro_batch)
             if setting.dtype is not None:
                 found = splitting.map_tensors(lambda tensor: _as(tensor, setting.dtype), found)
-            moved.extend((path, tensor, tensor._version) for path, tensor in splitting.named_tensors(found))
+            moved.extend((path, tensor, tensor.detach().clone()) for path, tensor in splitting.named_tensors(found))
             return found
 
         def decide(found_inf: Tensor | None, count: Any) -> str | None:
@@ -278,8 +298,8 @@ def _unwatched(call: torch_private.CheckpointCall) -> Callable[[], None]:
 
 
 def _drawn_outside(before: tuple[Any, Any]) -> set[str]:
-    moved = set() if random.getstate() == before[0] else {"python"}
-    return moved if random_states.numpy_state() == before[1] else moved | {"numpy"}
+    moved = set() if random.getstate() == before[0] else {"Python's random"}
+    return moved if random_states.numpy_state() == before[1] else moved | {"numpy.random"}
 
 
 @contextmanager

@@ -12,8 +12,7 @@ NOTE [Telling causes apart]
 4. A module that couples them gives A another output in AB than alone; if none does, the loss function couples them.
 """
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,14 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from snugfit.jobs import Count, Loss
-from snugfit.training.checking import influence, side_effects
+from snugfit.training.checking import alternatives, influence, side_effects
 from snugfit.training.checking.agreement import Tolerance, errors, loss_error
 from snugfit.training.checking.comparison import Bench, Setting, Trial
 from snugfit.training.checking.hazards import Hazard
-from snugfit.training.counting import tokens
 
-_LABELS = ("labels", "label", "targets", "target", "y")
-_MASKS = ("attention_mask", "mask", "loss_mask")
 _MAX_PAIRS = 8
 _NOTHING = 1e-9
 
@@ -78,56 +74,33 @@ def explain(
     is_additive = _matches(first, second, together, 1.0, 1.0, tolerance)
     if is_additive and _is_sum(bench, batch, micro_batch_size, setting, tolerance):
         return [_sum_as_mean(together.loss, first.loss, second.loss)]
+    given = sizes[0] / (sum(sizes) or 1.0)
+    if agree(together, _mixed(first, second, given, 1 - given), tolerance):
+        return [_carried(bench, parts[0], setting)]
     share = _share(first, second, together)
     if share is not None and _matches(first, second, together, share, 1 - share, tolerance):
-        given = sizes[0] / (sum(sizes) or 1.0)
-        return [_unknown_count(share, sizes) if abs(share - given) > _NOTHING else _carried(bench, parts[0], setting)]
+        rest = _distance(together, _mixed(first, second, share, 1 - share))
+        if rest < 0.1 * _distance(together, _mixed(first, second, given, 1 - given)):
+            return [_unknown_count(share, sizes)]
+    found = [_carried(bench, parts[0], setting)] if _is_carried(bench, parts[0], first, setting, tolerance) else []
     module = influence.coupling_module(bench, parts[0], parts[2], setting)
-    if module is None and influence.is_separable(bench, parts[0], parts[2], setting):
-        return [_several_denominators(first.loss, second.loss, together.loss)]
+    if module is None and influence.is_separable(bench, parts[0], parts[2], setting, 1e-3 * tolerance.relative):
+        if not influence.uses_statistics(bench, parts[2], setting):
+            return [*found, _several_denominators(first.loss, second.loss, together.loss)]
     module = None if module == influence.LOSS_FUNCTION else module
-    return [_coupled(module, first.loss, second.loss, together.loss)]
-
-
-def candidates(batch: Any, ignored: int = -100) -> Iterator[tuple[str, Count]]:
-    """Counts that losses are usually means over, by what the user would write."""
-    keys: list[Any] = []
-    if isinstance(batch, Mapping):
-        keys = [key for key in _LABELS if key in batch]
-    elif isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
-        keys = [i for i, value in enumerate(batch) if isinstance(value, Tensor) and not value.is_floating_point()]
-    for key in keys:
-        labels = batch[key]
-        if not isinstance(labels, Tensor) or labels.is_floating_point() or not labels.dim():
-            continue
-        other = [] if ignored == -100 else [f"ignore_index={ignored}"]
-        place = [] if key == "labels" else [f"key={key!r}"]
-        if labels.dim() > 1:
-            text = ", ".join([*other, "shift=True", *place])
-            yield f"snugfit.tokens({text})", tokens(ignored, shift=True, key=key)
-        yield f"snugfit.tokens({', '.join([*other, *place])})", tokens(ignored, key=key)
-    yield '"samples"', "samples"
-    for key in _MASKS:
-        mask = batch.get(key) if isinstance(batch, Mapping) else None
-        if isinstance(mask, Tensor) and mask.dim() > 1 and bool(((mask == 0) | (mask == 1)).all()):
-            yield f"lambda b: b[{key!r}].sum()", _mask_counter(key, 0)
-            yield f"lambda b: b[{key!r}][..., 1:].sum()", _mask_counter(key, 1)
-
-
-def _mask_counter(key: str, start: int) -> Callable[[Any], float]:
-    return lambda micro_batch: float(micro_batch[key][..., start:].sum())
+    return [*found, _coupled(module, first.loss, second.loss, together.loss)]
 
 
 def _count_that_helps(
     bench: Bench, batch: Any, micro_batch_size: int, full: Trial, setting: Setting, tolerance: Tolerance
 ) -> tuple[str, Count] | None:
-    given = _ratios(bench.cut(batch, micro_batch_size)[1])
+    given = alternatives.ratios(bench.cut(batch, micro_batch_size)[1])
     ignored = getattr(bench.job.count, "ignore_index", -100)
     tried: list[tuple[list[float], bool]] = [(given, False)]
     found: list[tuple[str, Count]] = []
-    for text, count in candidates(batch, ignored):
+    for text, count in alternatives.candidates(batch, ignored):
         parts, counts = bench.cut(batch, micro_batch_size, count)
-        ratios = _ratios(counts)
+        ratios = alternatives.ratios(counts)
         helps = next((helps for seen, helps in tried if seen == ratios), None)
         if helps is None and any(counts):
             helps = agree(full, bench.run(parts, counts, setting), tolerance)
@@ -145,41 +118,11 @@ def _helps_ragged(
     bench: Bench, batch: Any, micro_batch_size: int, count: Any, setting: Setting, tolerance: Tolerance
 ) -> bool:
     """Whether a count also helps where labels have other lengths, so that counts that are alike here can be told."""
-    other = ragged(batch, getattr(count, "key", None), getattr(count, "ignore_index", -100))
+    other = alternatives.ragged(batch, getattr(count, "key", None), getattr(count, "ignore_index", -100))
     if other is None:
         return False
     parts, counts = bench.cut(other, micro_batch_size, count)
     return agree(bench.run(*bench.cut(other, None, count), setting), bench.run(parts, counts, setting), tolerance)
-
-
-def ragged(batch: Any, key: Any, ignored: int) -> Any:
-    """The batch with labels of which later samples keep more; None where that cannot be made."""
-    if isinstance(batch, Mapping):
-        labels = batch.get(key)
-    else:
-        labels = batch[key] if isinstance(batch, (list, tuple)) and isinstance(key, int) else None
-    if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.shape[1] < 3 or labels.shape[0] < 2:
-        return None
-    counted = labels[labels != ignored]
-    if not counted.numel():
-        return None
-    number, length = labels.shape
-    filled = torch.where(labels == ignored, counted[0], labels).cpu()
-    kept = [2 + (length - 2) * i // (number - 1) for i in range(number)]
-    positions = torch.arange(length).expand(number, length)
-    cut = torch.where(positions < torch.tensor(kept)[:, None], filled, ignored).to(labels.device)
-    if isinstance(batch, Mapping):
-        changed: Any = copy.copy(batch)
-        changed[key] = cut
-        return changed
-    values = [cut if i == key else value for i, value in enumerate(batch)]
-    make: Any = getattr(type(batch), "_make", type(batch))
-    return make(values)
-
-
-def _ratios(counts: Sequence[float]) -> list[float]:
-    total = sum(counts)
-    return [round(count / total, 12) if total else 0.0 for count in counts]
 
 
 def _differing_pair(
@@ -202,14 +145,21 @@ def _differing_pair(
 
 
 def _matches(first: Trial, second: Trial, together: Trial, a: float, b: float, tolerance: Tolerance) -> bool:
+    # fitting loses some digits
+    loose = Tolerance(100 * tolerance.relative, tolerance.floor, tolerance.reason)
+    return agree(together, _mixed(first, second, a, b), loose)
+
+
+def _mixed(first: Trial, second: Trial, a: float, b: float) -> Trial:
     names = dict.fromkeys([*first.gradients, *second.gradients])
-    mixed = Trial(
+    return Trial(
         gradients={name: _mix(first.gradients.get(name), second.gradients.get(name), a, b) for name in names},
         loss=a * first.loss + b * second.loss,
     )
-    # fitting loses some digits
-    loose = Tolerance(100 * tolerance.relative, tolerance.floor, tolerance.reason)
-    return agree(together, mixed, loose)
+
+
+def _distance(first: Trial, second: Trial) -> float:
+    return max(errors(first.gradients, second.gradients, 0.0)[0], loss_error(first.loss, second.loss))
 
 
 def _is_sum(bench: Bench, batch: Any, micro_batch_size: int, setting: Setting, tolerance: Tolerance) -> bool:
@@ -259,6 +209,12 @@ def _wrong_count(bench: Bench, batch: Any, micro_batch_size: int, remedy: tuple[
     )
 
 
+def _is_carried(bench: Bench, part: Any, once: Trial, setting: Setting, tolerance: Tolerance) -> bool:
+    """Whether the same micro-batch twice is another one the second time."""
+    twice = bench.run([part, part], [1.0, 1.0], setting)
+    return twice.is_finite and not agree(once, twice, tolerance)
+
+
 def _carried(bench: Bench, part: Any, setting: Setting) -> Hazard:
     """Each micro-batch alone is right, but not after another one: something is carried from one to the next."""
     states: list[Any] = []
@@ -275,7 +231,7 @@ def _carried(bench: Bench, part: Any, setting: Setting) -> Hazard:
     return Hazard(
         "carried-state",
         module,
-        f"each micro-batch alone is right, but not after another one: its forward changes {name} of "
+        f"a micro-batch alone has another gradient than after another one: its forward changes {name} of "
         f"{repr(module) if module else 'the model itself'}, which the next forward reads, once per micro-batch instead "
         "of once per update; change such state only between updates, or keep that module in evaluation mode",
     )

@@ -3,7 +3,7 @@
 Entry point: ``compare``. In which type this is asked, and within which tolerance, is in ``agreement``'s NOTE.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from snugfit.errors import PlanError
-from snugfit.training.checking import coupling, hazards
+from snugfit.jobs import Loss
+from snugfit.training.checking import alternatives, coupling, hazards
 from snugfit.training.checking.agreement import PARTLY_FLOAT32, TOLERANCES, Tolerance, errors, loss_error
 from snugfit.training.checking.comparison import Bench, Setting, Trial, losses_of, raised, short, too_large
+from snugfit.training.checking.divisions import Division, verdict
 from snugfit.training.checking.hazards import Hazard
-from snugfit.training.checking.observing import Division, ModuleNames, Observer
+from snugfit.training.checking.observing import ModuleNames, Observer
 
 _MAX_FLOAT64 = 2**27
 "Parameters of a model up to which it is run in float64: 1 GiB."
@@ -58,12 +60,16 @@ class _Watched:
     names: ModuleNames = field(default_factory=lambda: ModuleNames(finds_functions=True))
     observer: Observer = field(init=False)
     divisions: list[Division | None] = field(default_factory=list)
+    reports_count: bool = False
+    "Whether a loss said itself what it is a mean over."
 
     def __post_init__(self) -> None:
         self.observer = Observer(self.names, watches_ranges=False, divisor=self.number)
 
     def note(self, value: Any) -> None:
         self.divisions.append(self.observer.division(losses_of(value)))
+        given = value if isinstance(value, (list, tuple)) else [value]
+        self.reports_count = self.reports_count or any(isinstance(one, Loss) and one.count is not None for one in given)
 
 
 def compare(bench: Bench, batch: Any, model: nn.Module) -> Comparison:
@@ -95,6 +101,12 @@ def compare(bench: Bench, batch: Any, model: nn.Module) -> Comparison:
             expected="a loss of the model that the loss function is given",
             hint="use the loss function's first argument, not a model from outside; look at requires_grad",
         )
+    unreached = [name for name in bench.trained(model) if name not in full.gradients]
+    if unreached:
+        result.assumptions.append(
+            f"the loss reaches {len(unreached)} trained parameters not at all (first: {unreached[0]}): they stay as "
+            "they are"
+        )
     if whole is not None and whole <= size:
         size = max(whole // 2, 1)
     split = bench.run(*bench.cut(batch, size), setting, observer=watched[1].observer, on_loss=watched[1].note)
@@ -107,8 +119,9 @@ def compare(bench: Bench, batch: Any, model: nn.Module) -> Comparison:
     for path in dict.fromkeys([*full.changed, *split.changed]):
         result.hazards.append(_changed(path))
     _look_at_divisions(watched, bench.plan.accumulation_steps, result)
+    result.hazards += [_redrawn(name) for name in sorted(full.redrawn | split.redrawn)]
     if not full.is_finite:
-        ignored = any(sum(bench.cut(batch, size, count)[1]) == 0 for _, count in coupling.candidates(batch))
+        ignored = any(sum(bench.cut(batch, size, count)[1]) == 0 for _, count in alternatives.candidates(batch))
         found = [_nothing_counted(bench)] if ignored else hazards.of_data(batch)
         result.hazards += found or [_not_finite(full, "the full batch")]
         return result
@@ -120,7 +133,8 @@ def compare(bench: Bench, batch: Any, model: nn.Module) -> Comparison:
     elif any(hazard.kind == "batch-norm" for hazard in result.hazards):
         result.assumptions.append("on this batch BatchNorm made no difference")
     else:
-        _compare_ragged(bench, batch, size, setting, result)
+        if not watched[1].reports_count:
+            _compare_ragged(bench, batch, size, setting, result)
     return result
 
 
@@ -212,11 +226,12 @@ def _reasons(
         if coupling.agree(full, split, result.tolerance):
             result.assumptions.append("with BatchNorm in evaluation mode the split is exact (tried)")
             return []
-    if {"python", "numpy"} & (full.drawn | split.drawn):
-        return [_random(split.drawn)]
+    elsewhere = full.drawn_elsewhere | split.drawn_elsewhere
+    if elsewhere:
+        return [_random(elsewhere)]
     again = bench.run(*bench.cut(batch, None), setting)
     if not coupling.agree(full, again, result.tolerance) and again.is_finite and setting.keeps_batch_norms:
-        return [_random(split.drawn)]
+        return [_random(set())]
     found = coupling.explain(bench, batch, size, full, setting, result.tolerance)
     if found:
         return found
@@ -237,42 +252,65 @@ def _reasons(
 def _compare_ragged(bench: Bench, batch: Any, size: int, setting: Setting, result: Comparison) -> None:
     """Where the example hides what tokens are counted, compare again with labels of different lengths."""
     count: Any = bench.job.count
-    key, ignored = getattr(count, "key", None), getattr(count, "ignore_index", None)
     counts = bench.cut(batch, size)[1]
-    if key is None or ignored is None or len(counts) < 2:
+    if len(counts) < 2:
         return
-    ragged = coupling.ragged(batch, key, ignored)
-    if ragged is None:
+    ragged = _ragged(bench, batch, size, counts)
+    full = Trial() if ragged is None else bench.run(*bench.cut(ragged, None), setting)
+    split = Trial() if ragged is None else bench.run(*bench.cut(ragged, size), setting)
+    if full.is_finite and split.is_finite:
+        result.assumptions.append("labels were also compared with the ends of some ignored, so that counts differ")
+        result.take(full, split)
+        if not result.agrees:
+            result.hazards += _reasons(bench, ragged, size, full, split, setting, result)
         return
-    full = bench.run(*bench.cut(ragged, None), setting)
-    split = bench.run(*bench.cut(ragged, size), setting)
-    if not (full.is_finite and split.is_finite):
-        return
-    result.assumptions.append("labels were also compared with the ends of some ignored, so that counts differ")
-    result.take(full, split)
-    if not result.agrees:
-        result.hazards += _reasons(bench, ragged, size, full, split, setting, result)
+    others = alternatives.alike(
+        batch, count, alternatives.ratios(counts), lambda other: bench.cut(batch, size, other)[1]
+    )
+    if others:
+        result.assumptions.append(
+            f"the micro-batches of the example weigh the same by {', '.join(others)}, so a wrong count could not "
+            "show: give an example whose labels have different lengths"
+        )
+
+
+def _ragged(bench: Bench, batch: Any, size: int, counts: Sequence[float]) -> Any:
+    """The batch with labels of different lengths; None where the job's count does not depend on them."""
+    count: Any = bench.job.count
+    keys = [count.key] if hasattr(count, "key") else [] if isinstance(count, str) else alternatives.keys(batch)
+    for key in keys:
+        other = alternatives.ragged(batch, key, getattr(count, "ignore_index", -100))
+        if other is None:
+            continue
+        try:
+            ignoring = bench.cut(other, size)[1]
+        except Exception:  # a count of the user's that takes no ignored labels
+            continue
+        if hasattr(count, "key") or ignoring != counts:
+            return other
+    return None
 
 
 def _look_at_divisions(watched: tuple[_Watched, _Watched], number: int, result: Comparison) -> None:
-    divisions = [division for one in watched for division in one.divisions]
-    found = [division for division in divisions if division is not None]
-    if not found or len(found) < len(divisions) or len({division.divisor for division in found}) > 1:
+    seen = [division for one in watched for division in one.divisions]
+    found = [division for division in seen if division is not None]
+    if not found or len(found) < len(seen):
+        return
+    verdicts = [verdict(division, number) for division in found]
+    if None in verdicts:
         return
     division = found[0]
-    if division.num_terms == division.divisor or (division.is_of_sum and not division.is_named):
-        return
-    if division.is_certain:
+    if "remark" not in verdicts:
         result.hazards.append(hazards.of_division(division, number))
     else:
         result.assumptions.append(
-            f"the loss is divided by {number} at {division.where} ({division.text}), which is also the number of "
-            "micro-batches: if that is what it is for, remove it, for the engine averages by itself"
+            f"the loss is multiplied by 1 / {number} at {division.where} ({division.text}), and {number} is also the "
+            "number of micro-batches: if that is what it is for, remove it, for the engine averages by itself"
         )
 
 
 def _say_what_was_random(drawn: set[str], result: Comparison) -> None:
-    names = sorted(drawn - {"python", "numpy"})
+    names = sorted(drawn)
     if names:
         result.assumptions.append(
             f"while the split was compared, random operations gave constants (dropout kept all): {', '.join(names)}"
@@ -280,13 +318,24 @@ def _say_what_was_random(drawn: set[str], result: Comparison) -> None:
 
 
 def _random(drawn: set[str]) -> Hazard:
-    sources = " and ".join(sorted({"python", "numpy"} & drawn))
-    seen = f"numbers drawn from {sources}" if sources else "something that is random beyond torch's seeds"
+    sources = " and ".join(sorted(drawn))
+    seen = f"random numbers of {sources}" if sources else "something that is random beyond torch's seeds"
     return Hazard(
         "random-split",
         "",
-        f"the loss of a sample depends on {seen}: split and full batch cannot be compared, nor a run be repeated; draw "
-        "random numbers with torch, or make them in the data",
+        f"the loss of a sample depends on {seen}: split and full batch cannot be compared because of that, as a "
+        "batch that is cut draws others; draw them with torch's rand, randn, normal or bernoulli and its default "
+        "generator, or make them in the data",
+    )
+
+
+def _redrawn(name: str) -> Hazard:
+    return Hazard(
+        "dropout-not-replayed",
+        "",
+        f"the backward of {name} runs a forward again that draws random numbers (dropout), from another random state "
+        "than the first time: the gradient belongs to another mask than the loss; use torch.utils.checkpoint, or keep "
+        "the random state in its forward and set it in its backward (torch.random.fork_rng)",
     )
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from snugfit.plans import Plan
 from snugfit.training import norms, splitting
-from snugfit.training.checking.observing import Division, OutOfRange
+from snugfit.training.checking.divisions import Division
+from snugfit.training.checking.observing import OutOfRange
 from snugfit.training.diagnosing import ranges
 from snugfit.training.islands import HALF
 
@@ -53,18 +54,25 @@ def of_batch_norms(model: nn.Module, plan: Plan) -> list[Hazard]:
 
 def of_half_weights(model: nn.Module, plan: Plan) -> list[Hazard]:
     """Trainable half-precision weights, whose gradients a loss scale cannot be divided out of; frozen ones are fine."""
-    if plan.precision != "16-mixed":
+    found = [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.dtype in HALF
+    ]
+    if plan.precision != "16-mixed" or not found:
         return []
+    modules = {name.rpartition(".")[0] for name, _ in found}
+    first, parameter = found[0]
+    names = ", ".join(name for name, _ in found[:6]) + (", ..." if len(found) > 6 else "")
+    are = "is a trainable" if len(found) == 1 else f"are {len(found)} trainable"
     return [
         Hazard(
             "half-precision-weight",
-            name.rpartition(".")[0],
-            f"{name} is a trainable {ranges.type_name(parameter)} weight: 16-mixed keeps trainable weights in float32 "
-            "and casts them where it pays; convert it before the optimizer is made: "
-            f"model.get_parameter({name!r}).data = model.get_parameter({name!r}).data.float()",
+            next(iter(modules)) if len(modules) == 1 else "",
+            f"{names} {are} {ranges.type_name(parameter)} weight{'s' * (len(found) > 1)}: 16-mixed keeps trainable "
+            "weights in float32 and casts them where it pays; convert them before the optimizer is made: "
+            f"model.get_parameter({first!r}).data = model.get_parameter({first!r}).data.float()",
         )
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and parameter.dtype in HALF
     ]
 
 
@@ -107,13 +115,17 @@ def of_ranges(found: Iterable[OutOfRange], precision: str) -> list[Hazard]:
 
 def of_division(division: Division, number: int) -> Hazard:
     """A loss that is divided by a number of micro-batches before the engine averages over them."""
-    is_the_plans = "the plan's number" if division.divisor == number else f"though the plan has {number}"
+    divisor = f"{division.divisor:g}"
+    by = divisor if division.is_alone else "what is called one of accumulation"
+    plan = (
+        "the plan's number of micro-batches" if division.divisor == number else f"the plan has {number} micro-batches"
+    )
+    times = f"{divisor} times" if division.is_alone else "as many times"
     return Hazard(
         "double-division",
         "",
-        f"the loss is divided by {division.divisor:g} for accumulation ({is_the_plans} of micro-batches), and the "
-        f"engine averages over micro-batches by itself: loss and gradient are {division.divisor:g} times too small; "
-        f"remove the division at {division.where}: {division.text}",
+        f"the loss is divided by {by} for accumulation ({plan}), and the engine averages over micro-batches by itself: "
+        f"loss and gradient are {times} too small; remove the division at {division.where}: {division.text}",
     )
 
 

@@ -1,6 +1,6 @@
 """Whether samples of a batch influence each other: in which module, or in the loss function.
 
-Entry points: ``coupling_module`` and ``is_separable``. What follows from it is ``coupling``'s.
+Entry points: ``coupling_module``, ``is_separable`` and ``uses_statistics``. What follows from it is ``coupling``'s.
 """
 
 import functools
@@ -11,16 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from snugfit.errors import BatchError
 from snugfit.training import splitting
 from snugfit.training.checking.comparison import Bench, Setting
+from snugfit.training.diagnosing import operations
+from snugfit.training.diagnosing.operations import leaves
 
 LOSS_FUNCTION = "loss function"
 _VISIBLE = 1e-3
 "Relative; what is smaller is rounding, in any type."
-_UNMOVED = 1e-6
-"Relative; gradients that differ by less did not notice that other outputs were moved."
+_REDUCTIONS = {"mean", "std", "var", "std_mean", "var_mean", "max", "min", "amax", "amin", "median", "quantile", "norm"}
 _FAR = 10.0
 "How far outputs are moved, in their own size: far enough for a maximum to change hands."
 
@@ -83,11 +85,18 @@ def _differ(values: Tensor, other: Tensor | None) -> bool:
     return float((other[: len(values)] - values).abs().max()) > _VISIBLE * scale
 
 
-def is_separable(bench: Bench, part: Any, both: Any, setting: Setting) -> bool:
+def is_separable(bench: Bench, part: Any, both: Any, setting: Setting, unmoved: float) -> bool:
     """Whether moving what modules make of some samples leaves the gradients of the others as they are.
 
     Outputs are moved in the first and in the last module, for one half and for the other; gradients are compared in
     all of them. False where nothing can be seen.
+
+    Args:
+        bench: Runs windows.
+        part: Some samples.
+        both: The same ones first, then others.
+        setting: How.
+        unmoved: Relative; gradients that differ by less did not notice that other outputs were moved.
     """
     alone, plain = _run(bench, part, setting), _run(bench, both, setting)
     per_sample = {name: len(tensor) / alone.number for name, tensor in alone.tensors}
@@ -108,7 +117,7 @@ def is_separable(bench: Bench, part: Any, both: Any, setting: Setting) -> bool:
             for i in chosen:
                 first, second = plain.tensors[i][1].grad, after[i][1].grad
                 kept = _half(first, share, not moves_first)
-                if second is None or not _alike(kept, _half(second, share, not moves_first)):
+                if second is None or not _alike(kept, _half(second, share, not moves_first), unmoved):
                     return False
     return True
 
@@ -127,9 +136,43 @@ def _moved(output: Tensor, share: float, moves_first: bool) -> Tensor:
     return output + shift
 
 
-def _alike(first: Tensor, second: Tensor) -> bool:
+def _alike(first: Tensor, second: Tensor, unmoved: float) -> bool:
     scale = max(float(first.abs().max()), float(second.abs().max()))
-    return float((first - second).abs().max()) <= _UNMOVED * scale
+    return float((first - second).abs().max()) <= unmoved * scale
+
+
+def uses_statistics(bench: Bench, batch: Any, setting: Setting) -> bool:
+    """Whether the loss uses a mean, a maximum or the like that was taken over the samples of data without gradients.
+
+    A sum is none: it may be the count of a mask.
+    """
+    statistics = _Statistics(_samples(batch))
+    bench.run([batch], [1.0], setting, around_model=lambda model: statistics)
+    return statistics.are_used
+
+
+class _Statistics(TorchFunctionMode):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+        self._found: dict[int, Tensor] = {}
+        self.are_used = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = [leaf for leaf in leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+        if any(id(tensor) in self._found for tensor in given) or self._reduces(func, given, made):
+            self.are_used = self.are_used or any(tensor.requires_grad for tensor in made)
+            self._found.update({id(tensor): tensor for tensor in made})
+        return result
+
+    def _reduces(self, func: Any, given: list[Tensor], made: list[Tensor]) -> bool:
+        if operations.name(func) not in _REDUCTIONS or not given or not made or self._number < 2:
+            return False
+        data = given[0]
+        is_data = data.is_floating_point() and not data.requires_grad and data.dim() and len(data) == self._number
+        return bool(is_data) and (not made[0].dim() or len(made[0]) != self._number)
 
 
 def _run(

@@ -4,29 +4,22 @@ Entry points: ``ModuleNames`` and ``Observer``. Only public hooks are used, on c
 is judged elsewhere.
 """
 
-import ast
 import functools
-import linecache
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from snugfit.training.checking.divisions import Division, Divisions
 from snugfit.training.diagnosing.operations import leaves
 from snugfit.training.diagnosing.ranges import badness, largest, type_name
 from snugfit.training.islands import HALF
 
-_LINEAR = ("ToCopy", "Clone", "Alias", "View", "Squeeze", "Unsqueeze", "Mean", "Sum")
 _SOFTMAX = ("softmax", "log_softmax")
-_DIVISIONS = {"div", "div_", "truediv", "itruediv", "divide", "divide_", "true_divide"}
-_PRODUCTS = {"mul", "mul_", "rmul", "imul", "multiply", "multiply_"}
-_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sys.modules["snugfit"]))
 
 
 class ModuleNames:
@@ -111,25 +104,8 @@ class OutOfRange:
     is_masked_row: bool
     "A softmax over a row of nothing but -inf; else half precision was left."
     what: str
-
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """Something that was divided by a number."""
-
-    divisor: float
-    where: str
-    "File and line of the user's code."
-    text: str
-    "The expression in it."
-    is_certain: bool
-    "Whether the number is unlikely to be something else than a number of micro-batches, if it equals one."
-    num_terms: int
-    "How many losses were added up before: a sum of k terms divided by k is their mean."
-    is_of_sum: bool
-    "Whether a sum over elements was divided, which makes a mean."
-    is_named: bool
-    "Whether the user's code calls the number one of accumulation."
+    is_trained_on: bool
+    "Whether gradients were recorded there; else it may be a statistic that nothing reads."
 
 
 class Observer(TorchFunctionMode):
@@ -143,13 +119,13 @@ class Observer(TorchFunctionMode):
 
     def __init__(self, names: ModuleNames, *, watches_ranges: bool, divisor: int = 1) -> None:
         super().__init__()
-        self._names, self._watches_ranges, self._divisor = names, watches_ranges, divisor
+        self._names, self._watches_ranges = names, watches_ranges
         self.lowest = torch.float64
         "The coarsest type in which something that is trained on was computed."
         self.out_of_range: dict[tuple[str, str], OutOfRange] = {}
         self.failed_in = ""
         "Module in which an operation raised last."
-        self._divisions: dict[Any, Division] = {}
+        self._divisions = Divisions(divisor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -165,59 +141,14 @@ class Observer(TorchFunctionMode):
                 kind = output.dtype.to_real()
                 if torch.finfo(kind).eps > torch.finfo(self.lowest).eps:
                     self.lowest = kind
-                self._note_division(func, args, kwargs, output)
+                self._divisions.note(_name(func), args, kwargs, output)
             if self._watches_ranges and isinstance(output, Tensor) and inputs:
                 self._note_range(func, args, kwargs, inputs, before, output)
         return result
 
     def division(self, losses: Iterable[Tensor]) -> Division | None:
-        """Who divided the losses of the last forward as a whole by ``divisor``, if anyone did; forgets that forward."""
-        found = [self._division_below(loss.grad_fn) for loss in losses]
-        self._divisions.clear()
-        return found[0] if found and all(found) else None
-
-    def _division_below(self, node: Any) -> Division | None:
-        while node is not None and node not in self._divisions and node.name().startswith(_LINEAR):
-            node = node.next_functions[0][0]
-        if node is None:
-            return None
-        if node.name() == "AddBackward0":
-            found = [self._division_below(term) for term, _ in node.next_functions if term is not None]
-            return found[0] if found and all(found) else None
-        return self._divisions.get(node)
-
-    def _note_division(self, func: Any, args: Any, kwargs: Any, output: Tensor) -> None:
-        name = _name(func)
-        if name not in _DIVISIONS and name not in _PRODUCTS:
-            return
-        values = [*args, *kwargs.values()]
-        tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
-        others = [value for value in values if not (isinstance(value, Tensor) and value.requires_grad)]
-        if len(tensors) != 1 or len(others) != 1 or isinstance(others[0], bool):
-            return
-        is_scalar = isinstance(others[0], Tensor) and others[0].numel() == 1 and not others[0].is_complex()
-        if not is_scalar and not isinstance(others[0], (int, float)):
-            return
-        number = float(others[0])
-        if number == 0 or output.grad_fn is None:
-            return
-        is_product = name in _PRODUCTS
-        divisor = round(1 / number, 6) if is_product else number
-        is_sought = self._divisor > 1 and divisor == self._divisor
-        if divisor == 1 or not (is_sought or output.dim() == 0):
-            return
-        where, text, origin = _caller(is_product)
-        is_named = "accum" in text.lower()
-        if not (is_sought or is_named):
-            return
-        node = next((node for node, _ in output.grad_fn.next_functions if node is not None), None)
-        number_type = others[0].dtype if isinstance(others[0], Tensor) else type(others[0])
-        is_whole = not is_product and number_type in (int, torch.int64, torch.int32)
-        # a half is the factor of squared errors, a number from a shape makes a mean, a weight may be any fraction
-        chosen = origin == "name" if is_product else is_whole and (origin == "name" or divisor != 2)
-        is_certain = origin != "shape" and (is_named or (chosen and (divisor != 2 or not is_product)))
-        is_sum = node is not None and node.name().startswith("Sum")
-        self._divisions[output.grad_fn] = Division(divisor, where, text, is_certain, _num_terms(node), is_sum, is_named)
+        """Who divided the losses of the last forward as a whole, see ``divisions``; forgets that forward."""
+        return self._divisions.of(losses)
 
     def _note_range(self, func: Any, args: Any, kwargs: Any, inputs: list[Any], before: int, output: Tensor) -> None:
         after = badness(output)
@@ -225,15 +156,23 @@ class Observer(TorchFunctionMode):
             return
         op, where = _name(func).strip("_"), self._names.present
         if op in _SOFTMAX and after == 2 and before < 2:
+            if self._has_left_range() or not _has_masked_row(args, kwargs):
+                return  # its infinite inputs were finite before half precision
             what = "a row whose inputs are all -inf: its result is NaN"
-            self.out_of_range.setdefault((where, op), OutOfRange(where, op, type_name(output), True, what))
+            self.out_of_range.setdefault((where, op), OutOfRange(where, op, type_name(output), True, what, True))
         elif before == 0 and output.dtype in HALF and any(isinstance(leaf, Tensor) for leaf in inputs):
             limit = torch.finfo(output.dtype).max
             numbers = [abs(leaf) for leaf in inputs if isinstance(leaf, (int, float))]
             size = max([largest(leaf for leaf in inputs if isinstance(leaf, Tensor)), *numbers])
             what = f"{('', 'inf', 'NaN')[after]} out of finite values up to {size:.5g} ({type_name(output)} ends at "
             what += f"{limit:.5g})"
-            self.out_of_range.setdefault((where, op), OutOfRange(where, op, type_name(output), False, what))
+            found = OutOfRange(where, op, type_name(output), False, what, torch.is_grad_enabled())
+            known = self.out_of_range.get((where, op))
+            if known is None or (found.is_trained_on and not known.is_trained_on):
+                self.out_of_range[where, op] = found
+
+    def _has_left_range(self) -> bool:
+        return any(not one.is_masked_row for one in self.out_of_range.values())
 
 
 def _level(leaf: Any) -> int:
@@ -242,52 +181,14 @@ def _level(leaf: Any) -> int:
     return 2 if leaf != leaf else int(abs(leaf) == float("inf"))
 
 
+def _has_masked_row(args: Any, kwargs: Any) -> bool:
+    """Whether a row of a softmax's input is nothing but -inf."""
+    given, dim = kwargs.get("input", args[0] if args else None), kwargs.get("dim", args[1] if len(args) > 1 else -1)
+    if not isinstance(given, Tensor) or not isinstance(dim, int) or not given.dim():
+        return True
+    return bool((given.detach() == -torch.inf).all(dim).any())
+
+
 def _name(func: Any) -> str:
     last: str = (resolve_name(func) or getattr(func, "__name__", "")).split(".")[-1]
     return last.strip("_") if last.startswith("__") else last
-
-
-def _num_terms(node: Any) -> int:
-    """Summands of a tree of additions."""
-    if node is None:
-        return 0
-    if node.name() != "AddBackward0":
-        return 1
-    return sum(_num_terms(term) for term, _ in node.next_functions)
-
-
-def _caller(is_product: bool) -> tuple[str, str, str]:
-    """Where the user's code is, what it says, and whether its number is a ``"literal" "name"`` or of a ``"shape"``."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    text, where = linecache.getline(file, line).strip(), f"{Path(file).name}:{line}"
-    operator = ast.Mult if is_product else ast.Div
-    origins = set()
-    for node, segment in _operations(file):
-        if isinstance(node.op, operator) and node.lineno <= line <= (node.end_lineno or node.lineno):
-            sides = [node.left, node.right] if isinstance(node, ast.BinOp) else [node.value]
-            origins |= {"literal" for side in sides if isinstance(side, ast.Constant)}
-            origins |= {"shape" for side in sides[-1:] if _is_of_shape(side)}
-            text = segment or text
-    return where, text, next((origin for origin in ("shape", "literal") if origin in origins), "name")
-
-
-@functools.lru_cache(maxsize=32)
-def _operations(file: str) -> tuple[tuple[ast.BinOp | ast.AugAssign, str | None], ...]:
-    """Products and divisions in a file of the user's, and how they are written; none where it cannot be read."""
-    source = "".join(linecache.getlines(file))
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return ()
-    found = [node for node in ast.walk(tree) if isinstance(node, (ast.BinOp, ast.AugAssign))]
-    chosen = [node for node in found if isinstance(node.op, (ast.Div, ast.Mult))]
-    return tuple((node, ast.get_source_segment(source, node)) for node in chosen)
-
-
-def _is_of_shape(node: ast.AST) -> bool:
-    words = {inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
-    words |= {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
-    return bool(words & {"shape", "size", "len", "numel"})

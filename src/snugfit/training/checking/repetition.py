@@ -4,7 +4,6 @@ Entry point: ``compare``. Precision, loss scale and dropout are the plan's here;
 ``full_batch``'s.
 """
 
-import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,15 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from snugfit.training import random_states
 from snugfit.training.checking import hazards, side_effects
 from snugfit.training.checking.agreement import Tolerance, errors
 from snugfit.training.checking.comparison import Bench, Setting, Trial, raised, short, too_large
 from snugfit.training.checking.hazards import Hazard
 from snugfit.training.checking.observing import ModuleNames, Observer
-from snugfit.training.diagnosing.operations import leaves
+from snugfit.training.checking.replays import Replays, place
 from snugfit.training.torch_private import CheckpointCall
 
 _MAX_MICRO_BATCHES = 4
@@ -30,7 +28,7 @@ _SAME = {
     "16-mixed": Tolerance(1e-2, 1e-2, "the same float16 operations; only sums of gradients may run in another order"),
 }
 _SAME_BF16 = Tolerance(2e-2, 1e-2, "the same bfloat16 operations; only sums of gradients may run in another order")
-_CACHE_METHODS = ("get_seq_length", "get_usable_length")
+_NO_KERNEL = ("not implemented for", "could not create a primitive", "mkldnn", "onednn", "not supported on CPU")
 _LOSS_SCALES = (None, 1024.0, 1.0)
 
 
@@ -43,69 +41,6 @@ class Repetition:
     tolerance: Tolerance = _SAME["32-true"]
     hazards: list[Hazard] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Replays:
-    """What the checkpointed forwards of a run did that a recomputation does not repeat."""
-
-    names: ModuleNames
-    device: torch.device
-    hazards: dict[tuple[str, str], Hazard] = field(default_factory=dict)
-
-    def around(self, call: CheckpointCall) -> Callable[[], None]:
-        """Look at what a checkpointed forward is given, and afterwards at what it did."""
-        module = self.names.called(call.function)
-        tensors = [value for value in leaves(call.arguments) if isinstance(value, Tensor)]
-        versions = [tensor._version for tensor in tensors]
-        states = self._states()
-        cache = next((value for value in call.arguments if _is_cache(value)), None)
-        if cache is not None:
-            self._add(
-                "cache-under-recompute",
-                module,
-                f"{_place(module)} is recomputed and is handed a {type(cache).__name__}, which grows again in the "
-                "recomputation: set model.config.use_cache = False for training",
-            )
-
-        def after() -> None:
-            changed = [i for i, tensor in enumerate(tensors) if tensor._version != versions[i]]
-            if changed:
-                shapes = ", ".join(str(tuple(tensors[i].shape)) for i in changed)
-                self._add(
-                    "input-changed-in-place",
-                    module,
-                    f"{_place(module)} is recomputed and changes its own input in place (shape {shapes}): the "
-                    "recomputation starts from another input; use operations without a trailing underscore there, "
-                    "inplace=False",
-                )
-            now = self._states()
-            if not call.preserves_random_state and not torch.equal(now[0], states[0]):
-                self._add(
-                    "dropout-not-replayed",
-                    module,
-                    f"{_place(module)} draws random numbers (dropout) and is recomputed with preserve_rng_state=False: "
-                    "the recomputation draws others, so the gradient belongs to another mask than the loss; leave "
-                    "preserve_rng_state at True",
-                )
-            if now[1:] != states[1:]:
-                self._add(
-                    "random-numbers-not-replayed",
-                    module,
-                    f"{_place(module)} draws numbers from Python's random or numpy and is recomputed, where only "
-                    "torch's random state is repeated: draw them with torch, or outside of the recomputed module",
-                )
-
-        return after
-
-    def _add(self, kind: str, module: str, message: str) -> None:
-        self.hazards.setdefault((kind, module), Hazard(kind, module, message))
-
-    def _states(self) -> tuple[Tensor, Any, Any]:
-        own = torch.get_rng_state()
-        if self.device.type == "cuda":
-            own = torch.cat([own, torch.cuda.get_rng_state(self.device)])
-        return own, random.getstate(), random_states.numpy_state()
 
 
 def compare(
@@ -140,9 +75,11 @@ def compare(
     observer = Observer(names, watches_ranges=True)
     checkpointed: list[str] = []
     parts, counts, first = _first(bench, batch, setting, observer, names, checkpointed, result)
-    result.hazards += hazards.of_ranges(observer.out_of_range.values(), setting.precision)
+    left = list(observer.out_of_range.values())
+    trained_on = [one for one in left if one.is_trained_on]
+    result.hazards += hazards.of_ranges(trained_on or ([] if first.is_finite else left), setting.precision)
     if first.error is not None and setting.precision != "32-true":
-        result.hazards += _failures(first, custom_functions, setting.precision)
+        result.hazards += _failures(first, custom_functions, setting.precision, bench.device)
         setting = Setting(precision="32-true", dtype=torch.float32)
         result.tolerance = _SAME["32-true"]
         result.assumptions.append(f"the loss raises under {plan.precision}: runs were compared in float32")
@@ -241,14 +178,14 @@ def _recomputed(
     result: Repetition,
 ) -> None:
     names = ModuleNames()
-    replays = _Replays(names, bench.device)
+    replays = Replays(names, bench.device)
     trial = bench.run(
         parts,
         counts,
         replace(setting, recomputes=True),
         names=names,
         around_checkpoints=replays.around,
-        around_model=_remembering,
+        around_model=replays.watching(_remembering),
         look=_left_behind,
     )
     result.hazards += replays.hazards.values()
@@ -285,7 +222,7 @@ def _recomputed(
                 Hazard(
                     "counted-twice",
                     module,
-                    f"{name} of {_place(module)} ends with another value when the module is recomputed: its forward "
+                    f"{name} of {place(module)} ends with another value when the module is recomputed: its forward "
                     "changes it, and runs twice; put `if not snugfit.is_recomputing():` in front of the change",
                 )
             )
@@ -303,7 +240,9 @@ def _left_behind(model: nn.Module) -> tuple[dict[Any, Any], dict[Any, Any]]:
     return side_effects.state(model), side_effects.change(before, side_effects.outside(model))
 
 
-def _failures(trial: Trial, custom_functions: Mapping[str, tuple[type, str]], precision: str) -> list[Hazard]:
+def _failures(
+    trial: Trial, custom_functions: Mapping[str, tuple[type, str]], precision: str, device: torch.device
+) -> list[Hazard]:
     """What a loss that raises under mixed precision, though not in float32, shows."""
     text = short(trial.error)
     if "without overflow" in text:
@@ -311,7 +250,7 @@ def _failures(trial: Trial, custom_functions: Mapping[str, tuple[type, str]], pr
             Hazard(
                 "half-range",
                 trial.failed_in,
-                f"{_place(trial.failed_in)} puts a number into a half-precision tensor that is outside of its range "
+                f"{place(trial.failed_in)} puts a number into a half-precision tensor that is outside of its range "
                 f"({text}): make masks of the type's own range (torch.finfo(scores.dtype).min / 2), or compute it in "
                 "float32",
             )
@@ -320,11 +259,21 @@ def _failures(trial: Trial, custom_functions: Mapping[str, tuple[type, str]], pr
     raising = {frame.f_code for frame, _ in traceback.walk_tb(trial.error.__traceback__)}
     inside = {name: one for name, one in custom_functions.items() if _codes(one[0]) & raising}
     found = hazards.of_functions(inside or custom_functions, precision, f"the window raises {text}")
+    if not found and device.type == "cpu" and any(words in text for words in _NO_KERNEL):
+        return [
+            Hazard(
+                "fails-in-precision",
+                trial.failed_in,
+                f"the window raises {text} under {precision} (in {place(trial.failed_in)}): the CPU of this machine "
+                "has no kernel for that type, which says nothing of other devices; check there with device='cuda', or "
+                "use precision='32-true' or 'bf16-mixed' here",
+            )
+        ]
     return found or [
         Hazard(
             "fails-in-precision",
             trial.failed_in,
-            f"the window raises {text} under {precision}, though not in float32 (in {_place(trial.failed_in)}); keep "
+            f"the window raises {text} under {precision}, though not in float32 (in {place(trial.failed_in)}); keep "
             "that part in float32, or use precision='32-true'",
         )
     ]
@@ -349,15 +298,7 @@ def _unlike(by_module: dict[str, float]) -> Hazard:
     return Hazard(
         "two-runs-differ",
         worst,
-        f"two runs from the same weights and seeds differ by {by_module[worst]:.3g} (relative) in {_place(worst)}: "
+        f"two runs from the same weights and seeds differ by {by_module[worst]:.3g} (relative) in {place(worst)}: "
         "something draws from a generator of its own or keeps state outside of the model, so that no run can be "
         "repeated or resumed; draw random numbers with torch's default generator",
     )
-
-
-def _place(module: str) -> str:
-    return f"module {module!r}" if module else "the model itself"
-
-
-def _is_cache(value: Any) -> bool:
-    return any(hasattr(value, method) for method in _CACHE_METHODS) or type(value).__name__.endswith("Cache")

@@ -5,24 +5,32 @@ that two equal runs leave different is not compared.
 """
 
 import inspect
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sized
+import re
+from collections.abc import Collection, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from snugfit.training.checking import reached
+
 _DEPTH = 3
 _OF_TORCH = set(nn.Module().__dict__) | {"forward"}
 _MAX_ELEMENTS = 2**20
+_MAX_ITEMS = 1000
 
 
 def state(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """Copies of the plain values among attributes and buffers: (module, name) to value."""
+    """Copies of the plain values among attributes, buffers and frozen parameters: (module, name) to value."""
     found: dict[tuple[str, str], Any] = {}
     for name, module in model.named_modules():
         for key, buffer in module.named_buffers(recurse=False):
             found[name, key] = _plain(buffer, 0)
+        for key, parameter in module.named_parameters(recurse=False):
+            if not parameter.requires_grad:
+                found[name, key] = _plain(parameter, 0)
         for key, value in vars(module).items():
             if key not in _OF_TORCH:
                 plain = _plain(value, 0)
@@ -40,32 +48,32 @@ def differing(
 
 
 def outside(model: nn.Module) -> dict[tuple[str, str], Any]:
-    """What the functions of a model (forwards and hooks) can write to outside of it: sizes, numbers, tensors.
+    """Numbers, sizes and tensors that the code of a model can write to outside of its modules.
 
-    Such things are not copied with the model, so their changes in two runs are compared instead of their values.
+    What is reached: what the methods of the modules' classes, their hooks and the functions that these call name (in
+    their closures, defaults and modules), attributes of the classes, and objects in all of these. Such things are not
+    copied with the model, so their changes in two runs are compared instead of their values.
     """
     found: dict[tuple[str, str], Any] = {}
+    seen: set[int] = set()
     for name, module in model.named_modules():
-        functions: list[tuple[str, Any]] = [("forward", type(module).forward)]
-        for kind in ("_forward_hooks", "_forward_pre_hooks"):
-            functions += [(_title(hook), hook) for hook in getattr(module, kind, {}).values()]
-        for title, function in functions:
-            if (getattr(function, "__module__", None) or "").partition(".")[0] in ("torch", "snugfit"):
-                continue
-            for key, value in _reachable(function):
-                measured = _measured(value)
-                if measured is not None:
-                    found[name, f"{key} of {title}"] = measured
+        for title, value in reached.by_module(module):
+            if id(value) not in seen or isinstance(value, (int, float)):
+                seen.add(id(value))
+                for path, measured in _measured(value, title, 0):
+                    found[name, path] = measured
     return found
 
 
 def change(before: Mapping[tuple[str, str], Any], after: Mapping[tuple[str, str], Any]) -> dict[tuple[str, str], Any]:
-    """What one run added to what lies outside."""
+    """What one run added to what lies outside, without what stayed or is new, which the size of its container shows."""
     found = {}
     for key, value in after.items():
-        old = before.get(key, 0.0)
-        fits = not isinstance(value, Tensor) or (isinstance(old, Tensor) and old.shape == value.shape)
-        found[key] = value - old if fits and isinstance(value, Tensor) == isinstance(old, Tensor) else value
+        old = before.get(key)
+        if getattr(old, "shape", None) != getattr(value, "shape", None):
+            found[key] = value
+        elif old is not None and not same(old, value, exactly=True):
+            found[key] = value - old
     return found
 
 
@@ -86,11 +94,24 @@ def same(first: Any, second: Any, *, exactly: bool = False) -> bool:
     return type(first) is type(second) and bool(first == second)
 
 
+def same_values(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors hold the same values, NaN in the same places."""
+    if first.layout != torch.strided or first.is_quantized or first.is_nested:
+        return True  # not looked at
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    return bool(((first == second) | ((first != first) & (second != second))).all())
+
+
 def _plain(value: Any, depth: int) -> Any:
     """A copy of a value out of numbers, text, tensors and containers of them; None for anything else."""
     if isinstance(value, Tensor):
-        strided = value.layout == torch.strided and value.numel() <= _MAX_ELEMENTS and not value.is_complex()
-        return value.detach().to("cpu", copy=True) if strided else None
+        if value.layout != torch.strided or value.is_complex() or value.is_quantized:
+            return None
+        if value.numel() <= _MAX_ELEMENTS:
+            return value.detach().to("cpu", copy=True)
+        is_float = value.is_floating_point()
+        return float(value.detach().sum(dtype=torch.float64 if is_float else None))  # stands for its values
     if isinstance(value, (bool, int, float, str)):
         return float(value) if isinstance(value, (int, float)) else value
     if depth == _DEPTH or isinstance(value, (nn.Module, type)) or callable(value):
@@ -103,44 +124,25 @@ def _plain(value: Any, depth: int) -> Any:
     return None if own is None else _plain(own, depth + 1)
 
 
-def _reachable(function: Any) -> Iterator[tuple[str, Any]]:
-    """Names and values that a function reads from its closure, its module, and the object it is bound to."""
-    bound = getattr(function, "__self__", None)
-    if bound is not None and not isinstance(bound, (nn.Module, type)):
-        yield from vars(bound).items() if hasattr(bound, "__dict__") else [(type(bound).__name__, bound)]
-    plain: Callable[..., Any] = getattr(function, "func", function)
-    plain = getattr(plain, "__func__", plain)
-    for value in getattr(function, "args", ()):
-        yield "an argument", value
-    if inspect.isfunction(plain):
-        for name, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True):
-            try:
-                yield name, cell.cell_contents
-            except ValueError:  # not assigned yet
-                continue
-        for name in plain.__code__.co_names:
-            if name in plain.__globals__:
-                yield name, plain.__globals__[name]
-        for name, value in zip(plain.__code__.co_varnames, plain.__defaults__ or (), strict=False):
-            yield name, value
-    elif hasattr(function, "__dict__") and not isinstance(function, type):
-        yield from vars(function).items()
-
-
-def _measured(value: Any) -> Any:
+def _measured(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """The numbers, sizes and tensors in a value, each with where it is."""
     if isinstance(value, bool):
-        return None
+        return
     if isinstance(value, (int, float)):
-        return float(value)
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", torch.float64, copy=True) if 0 < value.numel() <= _MAX_ELEMENTS else None
-    if isinstance(value, (type, nn.Module, str, bytes)) or callable(value) or inspect.ismodule(value):
-        return None
-    if isinstance(value, dict):
-        numbers = [item for item in value.values() if isinstance(item, (int, float))]
-        return float(len(value)) + math.fsum(numbers) * 1e-3
-    return float(len(value)) if isinstance(value, Sized) else None
-
-
-def _title(hook: Any) -> str:
-    return f"the hook {getattr(hook, '__qualname__', type(hook).__name__)}"
+        yield path, float(value)
+    elif isinstance(value, Tensor):
+        if 0 < value.numel() <= _MAX_ELEMENTS and value.layout == torch.strided and not value.is_complex():
+            yield path, value.detach().to("cpu", torch.float64, copy=True)
+    elif isinstance(value, itertools.count):
+        yield path, float(re.findall(r"-?[0-9.]+", repr(value))[0])
+    elif isinstance(value, (type, nn.Module, str, bytes)) or callable(value) or inspect.ismodule(value):
+        return
+    elif isinstance(value, (Mapping, Sized)):
+        yield path, float(len(value))
+        items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+        if depth < _DEPTH and len(value) <= _MAX_ITEMS:
+            for key, item in list(items):
+                yield from _measured(item, f"{path}[{key!r}]", depth + 1)
+    elif depth < _DEPTH and hasattr(value, "__dict__"):
+        for key, item in list(vars(value).items()):
+            yield from _measured(item, f"{path}.{key}", depth + 1)

@@ -5,6 +5,7 @@ what might help it. Finding such a window in a job is ``diagnose``'s.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,13 +13,16 @@ from torch import nn
 
 from snugfit.errors import UnsupportedError
 from snugfit.training import distributed
-from snugfit.training.diagnosing import ranges, remedies, rerun
-from snugfit.training.diagnosing.probes import Origin, Watch
+from snugfit.training.diagnosing import ranges, remedies, rerun, updating
+from snugfit.training.diagnosing.origins import Origin
+from snugfit.training.diagnosing.probes import Watch
 from snugfit.training.diagnosing.ranges import HeadRoom, Underflow
 from snugfit.training.diagnosing.remedies import Tried
 from snugfit.training.diagnosing.rerun import Suspect
 
 FINITE = "none"
+FILE = "nonfinite.pt"
+"Where a run keeps the window that ended it."
 _MAX_ROWS = 5
 
 
@@ -34,7 +38,7 @@ class Diagnosis:
     op: str = ""
     "The operation, as ``exp`` or ``ExpBackward0``."
     phase: str = ""
-    '``"forward" "backward" "loss scale"``, or ``""`` where all is finite.'
+    '``"forward" "backward" "loss scale" "update"``, or ``""`` where all is finite.'
     micro_batch: int | None = None
     "Its place in the window."
     rank: int = 0
@@ -43,6 +47,10 @@ class Diagnosis:
     "The cheapest that was found to work, else what to look at; with code."
     step: int = 0
     "Updates done before the window."
+    num_micro_batches: int | None = None
+    "Of the window."
+    num_windows: int = 1
+    "How many were looked at."
     precision: str = "32-true"
     loss_scale: float | None = None
     "Of the window; None without fp16."
@@ -72,6 +80,15 @@ class Diagnosis:
     def __str__(self) -> str:
         lines = [] if self.is_finite else [f"first value that is not finite: {self._place()}"]
         lines += [f"  cause:     {self.cause}", f"  remedy:    {self.remedy}"]
+        if self.num_micro_batches is not None:
+            parts = "1 micro-batch" if self.num_micro_batches == 1 else f"{self.num_micro_batches} micro-batches"
+            lines.append(f"  window:    {parts} in {self.precision}, after {self.step} updates")
+        if self.is_finite:
+            looked = "1 window" if self.num_windows == 1 else f"{self.num_windows} windows"
+            lines.append(
+                f"  looked at: {looked}; if a later one fails, raise steps= (--steps), or give the {FILE} that train "
+                "left in its run folder as window= (--window)"
+            )
         lines += [f"  tried:     {one.remedy}: {one.outcome}" for one in self.tried]
         for room in self.head_room[:_MAX_ROWS]:
             masked = f", {room.num_masked_rows} rows masked whole" if room.num_masked_rows else ""
@@ -105,6 +122,7 @@ def of_window(suspect: Suspect) -> Diagnosis:
         facts: dict[str, Any] = {
             "rank": suspect.rank,
             "step": suspect.step,
+            "num_micro_batches": len(suspect.micro_batches),
             "precision": suspect.precision,
             "loss_scale": suspect.loss_scale,
             "head_room": probed.watch.head_room,
@@ -113,7 +131,7 @@ def of_window(suspect: Suspect) -> Diagnosis:
         }
         if probed.is_finite:
             return Diagnosis(**facts)
-        origin = probed.watch.found or _of_norm(probed.watch)
+        origin = probed.watch.found or probed.watch.suspected or _of_norm(probed.watch)
         found = remedies.find(suspect, beginning, origin)
     first = found.origin
     return Diagnosis(
@@ -126,6 +144,32 @@ def of_window(suspect: Suspect) -> Diagnosis:
         tried=found.tried,
         finite_loss_scale=found.finite_loss_scale,
         **facts,
+    )
+
+
+def of_update(suspect: Suspect, names: Sequence[str]) -> Diagnosis:
+    """What is known of a finite window whose update made weights not finite.
+
+    Args:
+        suspect: The window.
+        names: Of the parameters that are not finite now.
+    """
+    optimizers = suspect.settings["optimizers"]
+    return Diagnosis(
+        module=names[0].rpartition(".")[0],
+        op="optimizer step",
+        phase="update",
+        cause=(
+            f"the update made weights not finite out of finite weights and gradients: {', '.join(names)}; by "
+            f"{updating.settings(optimizers)}"
+        ),
+        remedy=updating.remedy(optimizers),
+        rank=suspect.rank,
+        step=suspect.step,
+        num_micro_batches=len(suspect.micro_batches),
+        precision=suspect.precision,
+        loss_scale=suspect.loss_scale,
+        parameters=tuple(names),
     )
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from snugfit.training.torch_private import is_inside_transform
+
 FP16_SMALLEST = 2.0**-24
 BF16_SMALLEST = 2.0**-133
 "Smallest subnormals: a smaller value is lost."
@@ -58,10 +60,15 @@ class Underflow:
     num_values: int
 
 
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor has values to look at; one that ``torch.func.vmap`` is mapping over has none of its own."""
+    return tensor.device.type != "meta" and not is_inside_transform(tensor)
+
+
 @torch.no_grad()
 def badness(tensor: Tensor) -> int:
     """0 for finite values only, 1 with an infinite one, 2 with NaN; waits for the device."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0 or tensor.device.type == "meta":
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not is_readable(tensor) or tensor.numel() == 0:
         return 0
     values = _stored(tensor)
     if values.is_nested or values.is_quantized or values.layout != torch.strided:
@@ -82,10 +89,22 @@ def largest(tensors: Iterable[Tensor]) -> float:
     """Largest magnitude among the finite values of some tensors; 0 if there are none."""
     found = 0.0
     for tensor in tensors:
+        if not is_readable(tensor):
+            continue
         if tensor.is_floating_point() and tensor.numel() and tensor.layout == torch.strided and not tensor.is_nested:
             values = tensor.detach()
             found = max(found, float(torch.where(torch.isfinite(values), values, 0).abs().max()))
     return found
+
+
+@torch.no_grad()
+def lowest(tensor: Tensor) -> float:
+    """Smallest of the finite values of a tensor; 0 if there is none."""
+    if not tensor.numel() or tensor.layout != torch.strided or tensor.is_nested:
+        return 0.0
+    values = tensor.detach()
+    values = values[torch.isfinite(values)]
+    return float(values.min()) if values.numel() else 0.0
 
 
 @torch.no_grad()
@@ -100,6 +119,8 @@ def head_room(module: str, op: str, args: Any, kwargs: Any, outputs: Iterable[Te
         outputs: What it returned; their type is the one that it worked in.
     """
     given = kwargs.get("input", args[0] if args else None)
+    if any(isinstance(one, Tensor) and not is_readable(one) for one in [given, *args]):
+        return None
     if op == _ATTENTION:
         given = _scores(*args, **kwargs)
     elif op not in _EXPONENTIALS:

@@ -10,30 +10,12 @@ from dataclasses import dataclass
 
 from snugfit.errors import PlanError
 from snugfit.training import precision, recovery
-from snugfit.training.diagnosing import rerun
-from snugfit.training.diagnosing.probes import Origin, Watch
+from snugfit.training.diagnosing import advice, rerun, updating
+from snugfit.training.diagnosing.origins import Origin
+from snugfit.training.diagnosing.probes import Watch
 from snugfit.training.diagnosing.rerun import Suspect
 
 _MAX_ISLANDS = 4
-_ADVICE = (
-    # beginning of the operation's name, what to write
-    ("log_softmax", "leave at least one position of every row unmasked"),
-    ("softmax", "leave at least one position of every row unmasked"),
-    ("scaled_dot_product", "leave at least one position of every row unmasked"),
-    ("logsumexp", "leave at least one position of every row unmasked"),
-    ("log", "keep its input above 0: torch.log(x.clamp(min=1e-6)), or torch.log1p"),
-    ("sqrt", "keep its input away from 0, where its slope is infinite: torch.sqrt(x + 1e-12)"),
-    ("rsqrt", "keep its input away from 0: torch.rsqrt(x + 1e-6)"),
-    ("norm", "keep its input away from 0, where its slope is not defined: add an eps under the root"),
-    ("linalg_", "keep its input away from 0, where its slope is not defined: add an eps under the root"),
-    ("div", "keep the divisor away from 0: x / y.clamp(min=1e-6)"),
-    ("reciprocal", "keep its input away from 0: add an eps"),
-    ("exp", "limit its input: torch.exp(x.clamp(max=80)), or subtract the largest before"),
-    ("pow", "limit its input, and keep it away from 0 where the exponent is below 1"),
-    ("acos", "keep its input inside of (-1, 1)"),
-    ("asin", "keep its input inside of (-1, 1)"),
-    ("atanh", "keep its input inside of (-1, 1)"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +64,12 @@ def find(suspect: Suspect, beginning: Callable[[], None], origin: Origin) -> Fou
         origin: What the first run under watch found.
     """
     attempts = _Attempts(suspect, beginning)
-    if origin.kind in ("data", "weights"):
+    optimizers = suspect.settings["optimizers"]
+    if origin.kind == "weights" and updating.is_odd(optimizers):
+        cause = f"{origin.cause}; an update by {updating.settings(optimizers)} can make them so"
+        remedy = f"{updating.remedy(optimizers)}, and {_look_at(origin)}"
+        return Found(origin, origin.phase, cause, remedy, (), None)
+    if origin.kind in ("data", "weights", "buffers", "operand") or (origin.evidence and origin.evidence.counted):
         return Found(origin, origin.phase, origin.cause, _look_at(origin), (), None)
     scale = suspect.loss_scale
     if scale is not None and origin.phase == "backward":
@@ -204,10 +191,14 @@ def _look_at(origin: Origin) -> str:
         return (
             f"look at the data: drop or repair the samples of micro-batch {origin.micro_batch} with {place} not finite"
         )
+    if origin.kind == "buffers":
+        return "look at where the buffer is made or changed, or go back to a saved state from before"
     if origin.kind == "weights":
         return "go back to a saved state from before, with a lower learning rate or max_grad_norm=1.0"
-    plain = origin.op.lower().removesuffix("backward0").removesuffix("backward1")
-    for beginning, advice in _ADVICE:
-        if plain.startswith(beginning):
-            return f"{advice}; if it worked before, a lower learning rate"
-    return "lower the learning rate or set max_grad_norm=1.0, and look at the size of what goes into it"
+    if origin.kind == "operand":
+        return "look at where that operand is from: no operation of the window made it"
+    if origin.kind == "hook":
+        return "look at what the hook does to the gradient, or remove it"
+    if origin.kind == "recomputation":
+        return "let the forward do the same each time, repeated or not; snugfit.check(job, plan) compares the two"
+    return advice.of(origin)

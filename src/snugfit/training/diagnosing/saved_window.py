@@ -16,23 +16,11 @@ from torch import Tensor, nn
 
 from snugfit.errors import BatchError, NonFiniteError, PlanError, SnugfitError
 from snugfit.training import nonfinite, random_states
-from snugfit.training.diagnosing import rerun
+from snugfit.training.diagnosing import contents, rerun
+from snugfit.training.diagnosing.diagnosis import FILE as FILE
 from snugfit.training.diagnosing.rerun import Suspect
 
-FILE = "nonfinite.pt"
 _FORMAT, _VERSION = "snugfit window", 1
-_PLAIN = (int, float, bool, str, type(None))
-_KINDS: dict[str, Any] = {
-    "micro_batches": list,
-    "counts": list,
-    "step": int,
-    "loss_scale": (float, type(None)),
-    "precision": str,
-    "reference": (tuple, type(None)),
-    "random": dict,
-    "parameters": dict,
-    "buffers": dict,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +47,14 @@ class SavedWindow:
             ("parameters", dict(model.named_parameters()), self.parameters),
             ("buffers", dict(model.named_buffers()), self.buffers),
         ):
-            mine = {name: tuple(tensor.shape) for name, tensor in ours.items()}
-            theirs = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+            mine = {name: _form(tensor) for name, tensor in ours.items()}
+            theirs = {name: _form(tensor) for name, tensor in saved.items()}
             if mine != theirs:
                 name = next(n for n in [*mine, *theirs] if mine.get(n) != theirs.get(n))
                 raise PlanError(
                     f"the saved window is of another model: its {kind} differ",
                     got=f"{name}: {theirs.get(name, 'none')} in the file, {mine.get(name, 'none')} in the job",
-                    expected="the same names and shapes",
+                    expected="the same names, shapes and kinds of numbers",
                     hint="diagnose with the job that wrote the window",
                 )
         with torch.no_grad():
@@ -75,6 +63,12 @@ class SavedWindow:
             for name, buffer in model.named_buffers():
                 buffer.copy_(self.buffers[name])
         random_states.restore(dict(self.random), device)
+
+
+def _form(tensor: Tensor) -> tuple[tuple[int, ...], str]:
+    """Shape and kind of numbers; not the precision, which a window may be looked at in another one of."""
+    kind = "complex" if tensor.is_complex() else "floating point" if tensor.is_floating_point() else str(tensor.dtype)
+    return tuple(tensor.shape), kind
 
 
 def save(path: str | os.PathLike[str], suspect: Suspect) -> None:
@@ -112,29 +106,22 @@ def load(path: str | os.PathLike[str]) -> SavedWindow:
     """Read a window.
 
     Raises:
-        PlanError: No such file, or not one that ``save`` wrote.
+        PlanError: No such file, or not one that ``save`` wrote; whatever is wrong in it is said.
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise _unreadable(
-            path, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        ) from error
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise _unreadable(path, error.strerror or type(error).__name__) from None
+    except Exception as error:  # whose advice, to load it as code, is not passed on
+        raise _unreadable(path, f"{type(error).__name__}: it is damaged, or holds more than tensors") from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise _unreadable(path, "a file of another kind")
     if content.get("version") != _VERSION:
         raise _unreadable(path, f"version {content.get('version')!r}, where this snugfit reads {_VERSION}")
-    for name, kind in _KINDS.items():
-        if not isinstance(content.get(name, _PLAIN), kind):
-            raise _unreadable(path, f"no {name}" if name not in content else f"{name} of type {type(content[name])}")
-    if len(content["micro_batches"]) != len(content["counts"]):
-        raise _unreadable(path, f"{len(content['micro_batches'])} micro-batches, {len(content['counts'])} counts")
-    tensors = [*content["parameters"].values(), *content["buffers"].values()]
-    if not all(isinstance(tensor, Tensor) for tensor in tensors) or not {"torch", "python", "numpy"} <= set(
-        content["random"]
-    ):
-        raise _unreadable(path, "weights that are no tensors, or incomplete random states")
-    return SavedWindow(**{name: content[name] for name in _KINDS})
+    wrong = contents.fault(content)
+    if wrong:
+        raise _unreadable(path, wrong)
+    return SavedWindow(**{name: content[name] for name in contents.NAMES})
 
 
 @contextmanager
@@ -146,7 +133,7 @@ def kept_beside(folder: Path) -> Iterator[None]:
         suspect = getattr(error, "window", None)
         if suspect is None:
             raise
-        path = folder / FILE
+        path, hint = folder / FILE, ""
         try:
             save(path, suspect)
         except Exception as failure:
@@ -154,7 +141,8 @@ def kept_beside(folder: Path) -> Iterator[None]:
             note = f"the window could not be saved: {what}"
         else:
             note = f"saved: snugfit.diagnose(job, plan, window={str(path)!r}) runs it again"
-        raise nonfinite.with_note(error, note) from error
+            hint = f"; --window {path} of snugfit diagnose looks at this window again"
+        raise nonfinite.with_note(error, note, hint) from error
 
 
 def _plain(value: Any, path: str) -> Any:
@@ -166,9 +154,9 @@ def _plain(value: Any, path: str) -> Any:
     kind = type(value)
     if kind is Tensor:
         return value.detach().clone()
-    if kind in _PLAIN:
+    if kind in contents.PLAIN:
         return value
-    if kind is dict and all(type(key) in _PLAIN for key in value):
+    if kind is dict and all(type(key) in contents.PLAIN for key in value):
         return {key: _plain(one, f"{path}[{key!r}]") for key, one in value.items()}
     if kind in (list, tuple):
         return kind(_plain(one, f"{path}[{i}]") for i, one in enumerate(value))

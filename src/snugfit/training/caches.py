@@ -1,0 +1,67 @@
+"""Caches of keys and values of transformers' models, turned off while their blocks are recomputed.
+
+Entry point: ``without_cache``. A block that runs a second time would append to the cache a second time. Caches that a
+caller hands in himself are left out.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from snugfit.training.holders import Holders
+
+
+class Cache:
+    """The cache of a model of transformers, turned off until ``uninstall``."""
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.holders = config, Holders()
+        self.is_off = True
+        config.use_cache = False
+
+    def uninstall(self) -> None:
+        """Turn the cache on again."""
+        if self.is_off:
+            self.is_off, self.config.use_cache = False, True
+
+
+_caches: WeakKeyDictionary[Any, Cache] = WeakKeyDictionary()
+"What was turned off, by the module that has the configuration."
+
+
+def without_cache(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Cache]:
+    """Turn off the caches of a model that recomputed blocks would append to a second time, and warn of it once."""
+    found, names = turned_off(model, blocks)
+    if names:
+        warnings.warn(
+            f"config.use_cache of {', '.join(names)} is False while blocks are recomputed: one that runs a second time "
+            "would append to the cache again; it is True again after close() or remove(), set it to False yourself to "
+            "have no warning",
+            stacklevel=4,
+        )
+    return found
+
+
+def turned_off(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[Cache], list[str]]:
+    """The same without a warning; also the classes of the models that had a cache."""
+    recomputed = {id(block) for block in blocks}
+    found: dict[int, Cache] = {}
+    names = []
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        is_theirs = any(kind.__module__.partition(".")[0] == "transformers" for kind in type(module).__mro__)
+        if not is_theirs or not any(id(inner) in recomputed for inner in module.modules()):
+            continue
+        present = _caches.get(module)
+        if present is not None and present.is_off and present.config is config and config.use_cache is False:
+            found[id(config)] = present
+        elif getattr(config, "use_cache", False) is True:
+            found[id(config)] = Cache(config)
+            if getattr(config, "is_decoder", True) or getattr(config, "is_encoder_decoder", False):
+                names.append(type(module).__name__)  # others, such as BERT, have the setting and no cache
+        if id(config) in found:
+            _caches[module] = found[id(config)]
+    return list(found.values()), names

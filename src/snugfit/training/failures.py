@@ -1,0 +1,121 @@
+"""Errors of a window that torch, or a user's function, words so that nobody finds the cause: said again, by name.
+
+Entry points: ``explained``, and ``note`` for errors that keep their type. What ran out of memory is ``recovery``'s.
+"""
+
+import warnings
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+
+from snugfit.errors import BatchError, PlanError, SnugfitError
+from snugfit.training import splitting
+
+_SECOND_BACKWARD = "backward through the graph a second time"
+_TOO_FEW_VALUES = "Expected more than 1"
+"Beginning of what torch's normalisations say of a channel with one value."
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a sentence to an error that keeps its type; Python 3.10 has no notes, there it is a warning."""
+    add = getattr(error, "add_note", None)
+    if add is None:
+        warnings.warn(text, stacklevel=3)
+    else:
+        add(text)
+
+
+def explained(error: Exception, micro_batch: Any, i: int, number: int, model: nn.Module) -> SnugfitError | None:
+    """A better error for one that came out of a micro-step, or None if there is nothing to add.
+
+    Args:
+        error: Of the forward or the backward.
+        micro_batch: That was run.
+        i: Its place in the window.
+        number: Micro-batches of the window.
+        model: What is trained.
+    """
+    if isinstance(error, PlanError) and _SECOND_BACKWARD in str(error.__cause__):
+        return _graph_of_the_batch(micro_batch, i)
+    if isinstance(error, ValueError) and str(error).startswith(_TOO_FEW_VALUES):
+        return _too_few_values(error, i, number, model)
+    return None
+
+
+def refuse_a_batch(micro_batches: Sequence[Any]) -> None:
+    """Refuse a list that can only be one batch: its tensors are not of one kind.
+
+    Raises:
+        BatchError: Bare tensors of another type or number of dimensions than the first.
+    """
+    if not _are_bare_tensors(micro_batches):
+        return
+    kinds = [(tensor.dtype, tensor.dim()) for tensor in micro_batches]
+    if len(set(kinds)) > 1:
+        raise BatchError(
+            "a list is taken as the micro-batches of a window, and these tensors are one batch",
+            got=", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in micro_batches),
+            expected="micro-batches of one kind, or a batch that is no list",
+            hint="pass a batch [x, y] as a tuple: engine.window(tuple(batch)), or call engine.step(batch)",
+        )
+
+
+def note_a_batch(error: Exception, micro_batches: Sequence[Any]) -> None:
+    """Say what a list is taken as, where a loss failed on one that may have been meant as one batch."""
+    if isinstance(error, SnugfitError):
+        return
+    if _are_bare_tensors(micro_batches) and len({len(t) for t in micro_batches if t.dim()}) == 1:
+        note(
+            error,
+            f"a list of {len(micro_batches)} tensors was taken as the micro-batches of a window; if it is one batch, "
+            "as a DataLoader yields it, pass it as a tuple, or call engine.step(batch)",
+        )
+
+
+def _are_bare_tensors(micro_batches: Sequence[Any]) -> bool:
+    return len(micro_batches) > 1 and all(isinstance(one, Tensor) for one in micro_batches)
+
+
+def _graph_of_the_batch(micro_batch: Any, i: int) -> BatchError | None:
+    try:
+        names = [name for name, tensor in splitting.named_tensors(micro_batch) if tensor.grad_fn is not None]
+    except BatchError:
+        return None
+    if not names:
+        return None
+    return BatchError(
+        "the micro-batches of a window share a graph that comes with the batch",
+        got=f"{names[0]}, which requires gradients, in micro-batch {i}; the first backward has freed its graph",
+        expected="a batch without a graph",
+        hint="compute it inside of the loss function, so that each micro-batch has its own, or detach it",
+        micro_batch=i,
+    )
+
+
+def _too_few_values(error: Exception, i: int, number: int, model: nn.Module) -> BatchError:
+    name, layer = _layer_in(error.__traceback__, model)
+    place = f"{name!r} ({type(layer).__name__})" if layer is not None else "a normalisation layer"
+    what = "the tail of the batch" if i == number - 1 and i else "one of its micro-batches"
+    return BatchError(
+        f"micro-batch {i} leaves {place} one value per channel, of which there is no variance",
+        got=f"micro-batch {i} of {number}, {what}: {str(error).strip()}",
+        expected="more than one value per channel in training mode",
+        hint="use a micro_batch_size that leaves no tail of one sample, drop_last=True in the DataLoader, or "
+        "snugfit.norms.freeze(model), or snugfit.norms.to_group_norm(model, groups)",
+        micro_batch=i,
+        module=name,
+    )
+
+
+def _layer_in(trace: TracebackType | None, model: nn.Module) -> tuple[str | None, nn.Module | None]:
+    """The innermost named module that a traceback went through."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    found: tuple[str | None, nn.Module | None] = (None, None)
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in names:
+            found = names[id(module)], module
+        trace = trace.tb_next
+    return found
