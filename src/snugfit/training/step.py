@@ -126,7 +126,7 @@ class Window:
         self._loss_scale, self._max_grad_norm, self._observer = loss_scale, max_grad_norm, observer
         self._weighting = weighting.agree(counts, hooks.reduce_counts, ranks)
         self._losses = Losses(counts, self._weighting, hooks.decide, hooks.reduce_counts, ranks, reference)
-        self._trained: Sequence[nn.Parameter] = ()
+        self._trained: Sequence[nn.Parameter] = ()  # by any of the optimizers, in the order of the model
         self._held: Sequence[nn.Parameter] = ()
         self._apart: gradients.Apart | None = None
         self._watch, self._sums = gradients.Watch(), wide_sums.WideSums()
@@ -137,8 +137,10 @@ class Window:
         self._last = max((i for i, count in enumerate(counts) if count != 0), default=-1)
 
     def __enter__(self) -> "Window":
-        self._trained = self._parameters()
-        self._held = list({id(p): p for p in (*self._model.parameters(), *self._trained)}.values())
+        of_model = list(self._model.parameters())  # a walk through all modules, so once
+        owned = {id(p): p for optimizer in self._optimizers for p in updates.of(optimizer).parameters}
+        trained = [p for p in of_model if owned.pop(id(p), None) is not None]
+        self._trained, self._held = [*trained, *owned.values()], [*of_model, *owned.values()]
         self._release()
         self._sums = wide_sums.opened(self._model, self._optimizers)
         self._watch.look(self._trained)
@@ -374,12 +376,6 @@ class Window:
         if not is_zero(count):
             norm = precision.total_norm(gradients.coalesced_values(self._trained))
             self._first = (norm * (factor if self._loss_scale is None else factor / self._loss_scale), count)
-
-    def _parameters(self) -> list[nn.Parameter]:
-        """Parameters of all optimizers once, in the order of the model."""
-        owned = {id(p): p for optimizer in self._optimizers for p in updates.of(optimizer).parameters}
-        ordered = [p for p in self._model.parameters() if owned.pop(id(p), None) is not None]
-        return [*ordered, *owned.values()]
 
     @property
     def _device(self) -> torch.device:
