@@ -1,17 +1,13 @@
 """Two gloo processes: counts, losses and decisions are those of one process with the whole batch."""
 
 import math
-import os
 import sys
-import time
-import traceback
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed as dist
-from torch import multiprocessing, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -22,46 +18,13 @@ from snugfit import DeviceMemoryError, Loss, NonFiniteError, Plan, PlanError, Un
 from snugfit.training import distributed
 from snugfit.training.engine import Engine
 from tolerances import FLOAT64
-
-TIMEOUT = 60
-RANKS = 2
+from two_ranks import RANKS, results_of
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What every scenario returns on each of two ranks; the two processes are started once for all of them."""
-    folder = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=one_rank, args=(rank, str(folder))) for rank in range(RANKS)]
-    deadline = time.monotonic() + TIMEOUT
-    for process in processes:
-        process.start()
-    try:
-        for process in processes:
-            process.join(max(deadline - time.monotonic(), 0.1))
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-    found = [torch.load(folder / f"result{rank}", weights_only=True) for rank in range(RANKS)]
-    failed = [text for result in found for text in result.values() if isinstance(text, str) and "Traceback" in text]
-    assert not failed, failed[0]
-    return {name: [result[name] for result in found] for name in found[0]}
-
-
-def one_rank(rank, folder):
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT))
-    results = {}
-    for scenario in (c003, c022, c111, uneven, drifting, out_of_memory, c045, pooled, diagnosed, static_graph):
-        try:
-            results[scenario.__name__] = scenario(rank)
-        except Exception:
-            results[scenario.__name__] = traceback.format_exc()
-    torch.save(results, f"{folder}/result{rank}")
-    dist.destroy_process_group()
+    """What every scenario returns on each of two ranks."""
+    return results_of(SCENARIOS, tmp_path_factory.mktemp("ranks"))
 
 
 class Keep(torch.optim.SGD):
@@ -316,3 +279,6 @@ def static_graph(rank):
 
 def test_ddp_that_fixes_its_reductions_is_refused_by_name_and_any_other_is_given_back_plain(ranks):
     assert ranks["static_graph"] == [[False, True]] * RANKS
+
+
+SCENARIOS = (c003, c022, c111, uneven, drifting, out_of_memory, c045, pooled, diagnosed, static_graph)

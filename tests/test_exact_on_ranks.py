@@ -1,17 +1,13 @@
 """Two gloo processes: losses with counts of their own, and loaders of another length, are exact or named."""
 
-import os
 import sys
-import time
-import traceback
 import warnings
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed as dist
-from torch import multiprocessing, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -19,9 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import LinearStack, Weight, mean_product, regression_batch
 from snugfit import Engine, Loss, Plan, PlanError, UnsupportedError
 from tolerances import FLOAT64
-
-TIMEOUT = 60
-RANKS = 2
+from two_ranks import RANKS, results_of
 
 
 class Keep(torch.optim.SGD):
@@ -338,39 +332,10 @@ def unreached(rank):
 SCENARIOS = (several, empty_at_the_end, reaching, contradicting, unused, uneven, closing, sparse, refused, unreached)
 
 
-def one_rank(rank, folder):
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT))
-    results = {}
-    for scenario in SCENARIOS:
-        try:
-            results[scenario.__name__] = scenario(rank)
-        except Exception:
-            results[scenario.__name__] = traceback.format_exc()
-    torch.save(results, f"{folder}/result{rank}")
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What every scenario returns on each of two ranks; the two processes are started once for all of them."""
-    folder = tmp_path_factory.mktemp("ranks")
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=one_rank, args=(rank, str(folder))) for rank in range(RANKS)]
-    deadline = time.monotonic() + TIMEOUT
-    for process in processes:
-        process.start()
-    try:
-        for process in processes:
-            process.join(max(deadline - time.monotonic(), 0.1))
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-    found = [torch.load(folder / f"result{rank}", weights_only=True) for rank in range(RANKS)]
-    return {name: [result[name] for result in found] for name in found[0]}
+    """What every scenario returns on each of two ranks."""
+    return results_of(SCENARIOS, tmp_path_factory.mktemp("ranks"))
 
 
 def test_several_denominators_are_exact_over_all_ranks_and_reduced_as_often_as_one(ranks):
