@@ -333,3 +333,11 @@ def test_a_loss_that_is_nan_where_its_gradient_is_finite_does_not_pass():
     report = check(*regression(LinearStack, loss), "cpu")
     assert not report.ok
     assert math.isnan(report.loss_error)
+
+
+def test_a_plan_that_splits_nothing_is_said_to_prove_nothing_about_a_split():
+    job = Job(LinearStack, squared_error, lambda m: torch.optim.SGD(m.parameters(), lr=1.0), regression_batch(4))
+    for size, expected in ((4, True), (3, False)):
+        report = check(job, Plan(batch_size=4, micro_batch_size=size), "cpu")
+        assert report.ok
+        assert any(line.startswith("nothing is split") for line in report.assumptions) == expected

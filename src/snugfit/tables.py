@@ -21,6 +21,7 @@ from snugfit.planning.search import PlanReport
 from snugfit.plans import Plan
 from snugfit.training.checking.check import CheckReport
 from snugfit.training.diagnosing.diagnosis import Diagnosis
+from snugfit.training.norms import listed
 
 _TOP_HOLDERS = 8
 _SHOWN = {"norm_policy", "optimizer_impl", "bf16_update", "gradient_dtype", "sync", "loss_chunks", "shard"}
@@ -183,8 +184,12 @@ def check(out: Console, plan: Plan, report: CheckReport) -> None:
         for name, error in differing[:_TOP_HOLDERS]:
             table.add_row(name or "(the model itself)", f"{error:.1e}")
         out.print(table)
+    together: dict[tuple[str, str], list[str]] = {}
     for hazard in report.hazards:
-        out.print(f"\nhazard: {hazard.kind}{f' in {hazard.module}' if hazard.module else ''}\n  {hazard.message}")
+        together.setdefault((hazard.kind, hazard.message), []).append(hazard.module)
+    for (kind, message), modules in together.items():
+        where = f" in {listed(modules)}" if any(modules) else ""
+        out.print(f"\nhazard: {kind}{where}\n  {message}")
     out.print()
     for sentence in report.assumptions:
         out.print(f"assumed: {sentence}")

@@ -141,6 +141,8 @@ def check(job: Job, plan: Plan, device: str | hardware.Device = "auto") -> Check
         job, inferred = _settled(job, template, batch)
         found = hazards.of_half_weights(template, alone)
         owned, assumptions = _admitted(job, alone, template, target, accepts_weights=not found)
+        if alone.accumulation_steps == 1:
+            assumptions.append("nothing is split: the plan's micro-batch is the whole batch")
         assumptions += inferred
         bench = Bench(job, replace(alone, fingerprint=None), target, template, owned)
         split = full_batch.compare(bench, batch, template)
