@@ -1,8 +1,10 @@
 import pickle
 
 import pytest
+import torch
 
 import snugfit
+from snugfit import Engine, Plan
 from snugfit.errors import SnugfitError
 
 LEAVES = {
@@ -54,3 +56,14 @@ def test_an_error_keeps_its_facts_when_it_crosses_processes():
         "y",
         "aten.item",
     )
+
+
+def test_a_warning_points_at_the_user_s_own_line():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    engine = Engine(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss=lambda model, x: model(x).mean(), micro_batch_size=2
+    )
+    for act in (lambda: engine.step(torch.ones(4, 2)), lambda: Plan(batch_size=2, micro_batch_size=4)):
+        with pytest.warns(UserWarning, match=r"BatchNorm|clamped") as caught:
+            act()
+        assert [one.filename for one in caught] == [__file__]

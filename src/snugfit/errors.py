@@ -2,10 +2,15 @@
 
 Entry point: ``SnugfitError`` and its leaves. A message has four parts, each on its line: what failed, what was
 got, what was expected, and one action to take. The facts are attributes as well, so that nobody parses text.
-Recognising a foreign out-of-memory error is ``training/recovery.py``'s.
+``warn`` is for what is no error. Recognising a foreign out-of-memory error is ``training/recovery.py``'s.
 """
 
+import sys
+import warnings
 from typing import Any
+
+_BETWEEN = ("snugfit", "contextlib", "torch")
+"Packages whose frames a warning looks through."
 
 
 class SnugfitError(Exception):
@@ -65,3 +70,11 @@ def _message(what: str, got: str | None, expected: str | None, hint: str | None)
     if hint is not None:
         lines.append(f"hint: {hint}")
     return "\n".join(lines)
+
+
+def warn(message: str) -> None:
+    """Warn at the user's own line: the nearest that is neither in this package nor in a library between them."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -8,13 +8,12 @@ import difflib
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from snugfit.errors import PlanError
+from snugfit.errors import PlanError, warn
 
 VERSION = 1
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true")
@@ -164,7 +163,7 @@ class Plan:
         share = self.samples_per_rank
         if self.micro_batch_size > share:
             given = f"micro_batch_size={self.micro_batch_size}"
-            warnings.warn(f"{given} exceeds a rank's {share} samples per update; clamped to {share}", stacklevel=3)
+            warn(f"{given} exceeds a rank's {share} samples per update; clamped to {share}")
             object.__setattr__(self, "micro_batch_size", share)
 
     @property

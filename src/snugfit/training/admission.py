@@ -3,13 +3,12 @@
 Entry point: ``check``. Nothing is changed here; the ranges of single options are ``jobs``'s.
 """
 
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from snugfit.errors import PlanError, UnsupportedError
+from snugfit.errors import PlanError, UnsupportedError, warn
 from snugfit.plans import Plan
 from snugfit.training import closures, gradients, precision, updates, wide_sums
 
@@ -127,10 +126,9 @@ def size_and_precision(plan: Plan | None, micro_batch_size: int | None, name: st
 def warn_of_lone_ranks(is_wrapped: bool, world_size: int) -> None:
     """Warn where several processes run but nothing reduces their gradients."""
     if world_size > 1 and not is_wrapped:
-        warnings.warn(
+        warn(
             f"{world_size} processes run, but the model is not wrapped in DDP: each trains a model of its own; wrap it "
             "in torch.nn.parallel.DistributedDataParallel",
-            stacklevel=4,
         )
 
 
@@ -165,12 +163,11 @@ class Membership:
     def warn(self) -> None:
         """Warn, at set-up, where an optimizer seems to hold what the model no longer does."""
         if self._foreign and self._left_out:
-            warnings.warn(
+            warn(
                 f"{len(self._foreign)} parameters of the optimizer are not the model's, and {len(self._left_out)} "
                 f"trainable ones of the model are in no optimizer, the first is {next(iter(self._left_out.values()))}: "
                 "if a part of the model was replaced (a new head, resize_token_embeddings), make the optimizer "
                 "afterwards; else freeze what is not trained with requires_grad_(False)",
-                stacklevel=5,
             )
 
     def check(self) -> None:

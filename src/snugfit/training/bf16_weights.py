@@ -14,7 +14,6 @@ NOTE [A model of bf16 weights]
    in which 8 bits are not enough.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from snugfit.errors import PlanError, UnsupportedError
+from snugfit.errors import PlanError, UnsupportedError, warn
 from snugfit.plans import Plan
 from snugfit.training import buckets, islands, updates
 from snugfit.training.holders import Holders, let_go
@@ -98,11 +97,10 @@ def attach(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], plan: 
         _warn_of_whole_copies(optimizer, plan)
     if method == "nearest":
         rates = [r for o in optimizers for g in o.param_groups if isinstance(r := g.get("lr"), (int, float))]
-        warnings.warn(
+        warn(
             'bf16_update="nearest": bf16 weights lie 2^-8 to 2^-7 of their value apart, so that an update below 2^-9 '
             f"(0.2 %) of a weight is rounded away; at a learning rate of {max(rates, default=0.0):g} Adam moves no "
             f"weight above {max(rates, default=0.0) * 2**9:g}; use master-weights or stochastic-rounding",
-            stacklevel=4,
         )
 
 
@@ -192,11 +190,10 @@ def _warn_of_whole_copies(optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         *(["gradients"] if plan.gradient_dtype == "parameter" and method != "nearest" else []),
     ]
     if copies and size > buckets.BUCKET_BYTES:
-        warnings.warn(
+        warn(
             f"{type(optimizer).__name__} is not known to treat each parameter by itself, so bf16-true steps it once "
             f"for all: fp32 copies of all {' and '.join(copies)}, {size * len(copies) / 2**30:.2g} GiB, live during "
             "its step; use an optimizer of torch.optim, or bf16_update='master-weights' with gradient_dtype='float32'",
-            stacklevel=5,
         )
 
 

@@ -4,13 +4,13 @@ Entry point: ``without_cache``. A block that runs a second time would append to 
 caller hands in himself are left out.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from snugfit.errors import warn
 from snugfit.training.holders import Holders
 
 
@@ -36,11 +36,10 @@ def without_cache(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Cache]:
     """Turn off the caches of a model that recomputed blocks would append to a second time, and warn of it once."""
     found, names = turned_off(model, blocks)
     if names:
-        warnings.warn(
+        warn(
             f"config.use_cache of {', '.join(names)} is False while blocks are recomputed: one that runs a second time "
             "would append to the cache again; it is True again after close() or remove(), set it to False yourself to "
             "have no warning",
-            stacklevel=4,
         )
     return found
 

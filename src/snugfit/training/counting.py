@@ -5,14 +5,13 @@ moves. Weighting gradients by them is ``step``'s.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from snugfit.errors import BatchError, SnugfitError
+from snugfit.errors import BatchError, SnugfitError, warn
 from snugfit.jobs import Count, is_unsaid
 
 _IGNORED_LABEL = -100
@@ -118,11 +117,10 @@ def settled(count: Count, model: nn.Module, batch: Any) -> Count:
     if not isinstance(count, str) or not isinstance(labels, Tensor) or labels.dim() < 2:
         return count
     if is_unsaid(count) and _is_causal(model):
-        warnings.warn(
+        warn(
             "count inferred: a causal language model of transformers averages over its shifted labels, so these are "
             'counted; pass count=snugfit.tokens(shift=True) to say so, or count="samples" where the loss is a mean '
             "over samples",
-            stacklevel=3,
         )
         return tokens(shift=True)
     return count
@@ -157,11 +155,10 @@ class Counting:
         """
         self._is_judged |= is_reported or self._is_doubtful
         if self._is_doubtful and not is_reported:
-            warnings.warn(
+            warn(
                 f'labels hold {_IGNORED_LABEL} but count is "samples": a loss that is a mean over tokens is then not '
                 "the mean of the full batch; pass count=snugfit.tokens() (shift=True for causal language models), or "
                 "silence this if the loss is a mean over samples",
-                stacklevel=5,
             )
         self._is_doubtful = False
 

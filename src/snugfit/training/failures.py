@@ -3,14 +3,13 @@
 Entry points: ``explained``, and ``note`` for errors that keep their type. What ran out of memory is ``recovery``'s.
 """
 
-import warnings
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 
-from snugfit.errors import BatchError, PlanError, SnugfitError
+from snugfit.errors import BatchError, PlanError, SnugfitError, warn
 from snugfit.training import splitting
 
 _SECOND_BACKWARD = "backward through the graph a second time"
@@ -22,7 +21,7 @@ def note(error: BaseException, text: str) -> None:
     """Add a sentence to an error that keeps its type; Python 3.10 has no notes, there it is a warning."""
     add = getattr(error, "add_note", None)
     if add is None:
-        warnings.warn(text, stacklevel=3)
+        warn(text)
     else:
         add(text)
 

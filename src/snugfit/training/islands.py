@@ -12,7 +12,6 @@ NOTE [Stand-ins for forward]
 """
 
 import fnmatch
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from snugfit.errors import PlanError, UnsupportedError
+from snugfit.errors import PlanError, UnsupportedError, warn
 from snugfit.training import splitting
 
 HALF = (torch.float16, torch.bfloat16)
@@ -113,10 +112,9 @@ class Forward:
         values = result.values() if isinstance(result, Mapping) else result if isinstance(result, tuple) else [result]
         if any(isinstance(value, Tensor) and not value.dim() and value.dtype in HALF for value in values):
             self._has_warned = True
-            warnings.warn(
+            warn(
                 "the model returns a loss that it computed in bf16, on a grid of 0.4 % to 0.8 % of its value; compute "
                 "it from logits.float(), or outside of the model, where it is fp32",
-                stacklevel=3,
             )
 
     @contextmanager

@@ -4,13 +4,13 @@ Entry points: ``apply`` and ``pool_over_ranks``. ``"micro"`` is torch's own beha
 moves running statistics once per window; ``"frozen"`` never. What they do to a layer is ``norms``'s.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from snugfit.errors import warn
 from snugfit.training import norms
 from snugfit.training.norms import Frozen
 from snugfit.training.running_statistics import (
@@ -61,13 +61,12 @@ class Policy:
         self.discard()
         if num_micro_batches > 1 and not self._has_warned and any(map(_is_affected, self._layers)):
             self._has_warned = True
-            warnings.warn(
+            warn(
                 f"BatchNorm makes {num_micro_batches} micro-batches not equivalent to the full batch: "
                 "norm_policy='micro' normalises each by itself and moves running statistics for each, in "
                 f"{norms.listed([name for name, layer in norms.batch_norms(self._model) if _is_affected(layer)])}; use "
                 "norm_policy='window' (statistics move once per window), 'frozen' (equivalent), or "
                 "snugfit.norms.to_group_norm",
-                stacklevel=7,
             )
 
     def update(self) -> None:

@@ -6,13 +6,12 @@ micro-batches would need a second forward, and is left out.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torch import nn
 
-from snugfit.errors import PlanError, UnsupportedError
+from snugfit.errors import PlanError, UnsupportedError, warn
 from snugfit.training import distributed
 from snugfit.training.holders import Holders, let_go
 from snugfit.training.running_statistics import (
@@ -145,10 +144,9 @@ def to_group_norm(model: _Model, groups: int) -> _Model:
             )
     narrow = [n for n, layer in layers if isinstance(layer, nn.BatchNorm1d) and layer.num_features == groups]
     if narrow:
-        warnings.warn(
+        warn(
             f"to_group_norm(groups={groups}) leaves one channel per group in {', '.join(narrow)}: an input of shape "
             "(N, C) becomes 0 there; use fewer groups",
-            stacklevel=2,
         )
 
     def converted(layer: Any) -> nn.Module:
@@ -178,10 +176,9 @@ def to_sync(model: _Model) -> _Model:
     """
     layers = [layer for _, layer in _replaceable(model, "to_sync") if not isinstance(layer, nn.SyncBatchNorm)]
     if layers and distributed.world_size() == 1:
-        warnings.warn(
+        warn(
             "to_sync synchronises ranks, not micro-batches: on one device it changes nothing; use "
             'norm_policy="window" or snugfit.norms.to_group_norm(model, groups)',
-            stacklevel=2,
         )
     replaced: _Model = _replaced(model, layers, nn.SyncBatchNorm.convert_sync_batchnorm)
     return replaced
@@ -219,10 +216,9 @@ def set_momentum(model: nn.Module, value: float | None, weight_of: str = "new") 
         if weight_of == "old":
             value = 1 - value
         elif _USUAL_WEIGHT_OF_OLD <= value < 1:
-            warnings.warn(
+            warn(
                 f"set_momentum(model, {value:g}) makes a new batch count {value:g} and everything before "
                 f"{1 - value:g}; where {value:g} is the weight of the old value, pass weight_of='old'",
-                stacklevel=2,
             )
     layers = list(tracking_layers(model))
     for name, layer in layers:
@@ -383,6 +379,4 @@ def _check_fraction(value: float) -> None:
 
 def warn_of_no_effect(what: str) -> None:
     """Warn that a setting is for layers that the model does not have."""
-    warnings.warn(
-        f"{what} has no effect: the model has no layer that keeps running statistics; leave it out", stacklevel=4
-    )
+    warn(f"{what} has no effect: the model has no layer that keeps running statistics; leave it out")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from snugfit import hardware
-from snugfit.errors import PlanError
+from snugfit.errors import PlanError, warn
 from snugfit.jobs import LossScale
 from snugfit.plans import PRECISIONS, nearest
 from snugfit.training.islands import HALF
@@ -109,10 +109,9 @@ def warn_of_emulation(precision: str, device: torch.device) -> None:
         return
     capability = torch.cuda.get_device_capability(device)
     if capability < hardware.BFLOAT16_CAPABILITY:
-        warnings.warn(
+        warn(
             f"precision={precision!r}: compute capability {capability[0]}.{capability[1]} has no bfloat16 (8.0 has) "
             'and converts to float32 and back, which is slower than either; use precision="auto"',
-            stacklevel=4,
         )
 
 
@@ -176,10 +175,9 @@ def scaler(precision: str, loss_scale: LossScale | None) -> Scaler | None:
         return None
     settings = LossScale() if loss_scale is None else loss_scale
     if settings.init_scale == 1 and settings.growth_factor == 1:
-        warnings.warn(
+        warn(
             'precision="16-mixed" with a loss scale that stays 1: gradients below 3e-8 become 0 in fp16, and those '
             "below 6e-5 lose digits; leave loss_scale out to have it found",
-            stacklevel=3,
         )
     return Scaler(settings)
 

@@ -5,7 +5,6 @@ smaller in the next attempt is the engine's to say.
 """
 
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from snugfit.errors import DeviceMemoryError, SnugfitError
+from snugfit.errors import DeviceMemoryError, SnugfitError, warn
 from snugfit.training import buffers as buffer_copies
 from snugfit.training import random_states, splitting
 from snugfit.training.buffers import Keeper, Kept
@@ -112,10 +111,9 @@ def halved(size: int, failure: str) -> int:
             micro_batch_size=1,
         )
     half = -(-size // 2)
-    warnings.warn(
+    warn(
         f"out of memory with micro_batch_size={size}; the window starts again with {half}: same samples, same "
         "weights, more micro-steps",
-        stacklevel=4,
     )
     return half
 
@@ -147,11 +145,10 @@ class Snapshots:
         """Set buffers to what they were before a window that made no update; random states go on."""
         changed = buffer_copies.restore(kept)
         if changed:
-            warnings.warn(
+            warn(
                 f"a window without an update changed buffer {changed[0].name} of {type(changed[0].module).__name__}, "
                 "which the window before had left as it was, so it cannot be taken back; change buffers in every "
                 "window or in none",
-                stacklevel=2,
             )
 
     def restore(self, snapshot: tuple[dict[str, Any], list[Kept]]) -> None:

@@ -12,12 +12,10 @@ NOTE [A parameter that the last micro-step does not reach]
 3. With ``find_unused_parameters`` DDP looks for them itself, in the graph of the last forward.
 """
 
-import warnings
-
 import torch
 from torch import Tensor, nn
 
-from snugfit.errors import UnsupportedError
+from snugfit.errors import UnsupportedError, warn
 
 
 def reduce(model: nn.Module) -> None:
@@ -64,11 +62,10 @@ class Reached:
         unused = [name for name, _, gradient in left if gradient is None]
         if unused:
             more = f" and {len(unused) - 1} others" if len(unused) > 1 else ""
-            warnings.warn(
+            warn(
                 f"no micro-batch of this rank reached {unused[0].removeprefix('module.')}{more}: DDP gives it a "
                 "gradient of 0 where no rank did, on which momentum and weight decay act; freeze what is not used, or "
                 "wrap the model with find_unused_parameters=True",
-                stacklevel=2,
             )
         if left:
             _arrive_at([parameter for _, parameter, _ in left])

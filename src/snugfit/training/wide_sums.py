@@ -12,12 +12,12 @@ NOTE [Half-precision weights that were given]
 3. DDP reduces in the type of the weights, so there sums stay in it, which the warning says.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from snugfit.errors import warn
 from snugfit.training import updates
 from snugfit.training.islands import HALF
 
@@ -102,9 +102,8 @@ def warn_of_half_weights(model: nn.Module, optimizers: Sequence[torch.optim.Opti
     bits = 9 if dtype == torch.bfloat16 else 12
     is_summed_low = _reduces_low(model) or not hasattr(Tensor, "grad_dtype")
     sums = f"their gradients are summed in {dtype}, which loses the later micro-batches; " if is_summed_low else ""
-    warnings.warn(
+    warn(
         f"precision={precision!r} and {len(names)} trained weights of {dtype} ({shown}): {sums}an update below "
         f"2^-{bits} of a weight is rounded away; convert the model before its optimizer is made, model.float(), or use "
         "snugfit.build with Plan(precision='bf16-true'), which keeps fp32 master weights",
-        stacklevel=4,
     )
