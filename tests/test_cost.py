@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from snugfit import hardware
-from snugfit.memory.recording import Work
+from snugfit.memory.events import Work
 from snugfit.planning import cost
 from tolerances import FLOAT64
 

@@ -3,7 +3,8 @@
 import torch
 from torch.optim import optimizer
 
-from snugfit.memory import cuda_rules, torch_private
+from snugfit.memory import torch_private
+from snugfit.memory.cuda import autocast
 
 
 def test_fake_mode_makes_tensors_without_data():
@@ -38,7 +39,7 @@ def test_backward_is_seen_with_the_sequence_number_of_its_node():
 
 def test_every_operator_of_the_autocast_lists_is_one_of_torch():
     registered = {name.removeprefix("aten::") for name in torch_private.autocast_registrations("AutocastCUDA")}
-    named = cuda_rules.LOWER_PRECISION | cuda_rules.PROMOTE | cuda_rules.FLOAT32_OUTPUT | cuda_rules.BANNED
+    named = autocast.LOWER_PRECISION | autocast.PROMOTE | autocast.FLOAT32_OUTPUT | autocast.BANNED
     assert named <= registered
     assert len(registered) > 100
 

@@ -17,9 +17,9 @@ from snugfit import hardware
 from snugfit.errors import UnsupportedError
 from snugfit.jobs import Job
 from snugfit.memory import torch_private
-from snugfit.memory.recording import Birth, Recording
+from snugfit.memory.events import Birth, Recording
 from snugfit.memory.reports import MemoryReport, PeakAt
-from snugfit.memory.tracing import Trace
+from snugfit.memory.traces import Trace
 from snugfit.plans import Plan
 from snugfit.training import build, example, random_states, recovery, splitting
 

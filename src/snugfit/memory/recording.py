@@ -17,73 +17,32 @@ NOTE [How a storage gets its name]
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_hooks
-from torch.utils.flop_counter import flop_registry
 
 from snugfit.errors import UnsupportedError
 from snugfit.memory import torch_private
+from snugfit.memory.events import Birth, Call, Recording, tensors_of, work_of
 from snugfit.memory.module_stack import ModuleStack
 
 _HOST = -1
 "Stands for a storage that is not on the traced device."
 
 
-class Work(NamedTuple):
-    """What one kernel does: for time models."""
-
-    op: str
-    phase: str
-    dtype: str
-    flops: int
-    bytes: int
-
-
-@dataclass(slots=True)
-class Birth:
-    """Where a storage comes from."""
-
-    num_bytes: int
-    category: str
-    phase: str
-    module: str
-    op: str
-    window: int
-    place: str = ""
-    "``device`` or ``host`` where the step says so, else open."
-
-
-@dataclass(slots=True)
-class Recording:
-    """The event stream of a traced step.
-
-    ``events[k]`` is ``i + 1`` for the birth of ``births[i]`` and ``-(i + 1)`` for its death. ``marks`` are
-    positions in ``events`` with a name: ``window``, ``micro-batch`` (jobs only), ``forward end``, ``backward end``,
-    ``step end``.
-    """
-
-    births: list[Birth] = field(default_factory=list)
-    events: list[int] = field(default_factory=list)
-    marks: list[tuple[int, str]] = field(default_factory=list)
-    work: list[tuple[int, Work]] = field(default_factory=list)
-    "Position in ``events`` and what was done there."
-
-
 class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
     """A fake-tensor mode that writes down what it sees.
 
     Args:
-        on_op: ``(operator name, phase, recorder)``, called before an operation's results are recorded; the rule
-            set of a device allocates workspaces there.
+        on_op: ``(call, recorder)``, called after an operation's results are recorded; the rules of a device add
+            there what no tensor shows, with ``allocate`` and ``release``.
         host_scalars: Whether 0-dimensional tensors made from Python numbers stay on the host (CUDA), or count
             like any other (CPU).
     """
 
-    def __init__(self, *, on_op: Callable[[str, str, "Recorder"], None] | None = None, host_scalars: bool) -> None:
+    def __init__(self, *, on_op: Callable[[Call, "Recorder"], None] | None = None, host_scalars: bool) -> None:
         super().__init__()
         self.recording = Recording()
         self.window = 0
@@ -209,9 +168,13 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             [(kept_before[position], work) for position, work in recording.work],
         )
 
-    def allocate(self, num_bytes: int, category: str, op: str) -> None:
-        """Record memory that no tensor holds and that is never freed, such as a library's workspace."""
-        self._birth(num_bytes, category, op)
+    def allocate(self, num_bytes: int, category: str, op: str) -> int:
+        """Record memory that no tensor holds, such as a library's workspace; the result is for ``release``."""
+        return self._birth(num_bytes, category, op)
+
+    def release(self, allocation: int) -> None:
+        """Record the end of what ``allocate`` made."""
+        self.recording.events.append(-(allocation + 1))
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -245,11 +208,9 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             self._begin_backward()
         elif phase == "forward" and self._backward_ran:
             self._backward_ran = False
-        if self._on_op is not None:
-            self._on_op(name, phase, self)
         fresh, place = False, None
         host = self._host_scalars and name == "lift_fresh.default"
-        for tensor in _tensors(result):
+        for tensor in tensors_of(result):
             if type(tensor) is not torch_private.Fake:
                 continue
             if tensor.layout is not torch.strided:
@@ -267,13 +228,15 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
                 self.recording.births[index].place = place
                 self._watch(storage, key, index)
         if fresh or not self._is_view(func):
-            self.recording.work.append((len(self.recording.events), _work(func, phase, args, kwargs, result)))
+            self.recording.work.append((len(self.recording.events), work_of(func, phase, args, kwargs, result)))
+        if self._on_op is not None:
+            self._on_op(Call(name, phase, args, kwargs, result), self)
 
     def _place(self, args: Sequence[Any]) -> str:
         """Where a result is: what names the device or comes from it is there, what is built before, on the host."""
         if self._naming_device:
             return "device"
-        inputs = {self._place_of(tensor) for value in args for tensor in _tensors(value)}
+        inputs = {self._place_of(tensor) for value in args for tensor in tensors_of(value)}
         if not inputs:
             return "" if self.window else "host"
         return "device" if "device" in inputs else "host" if "host" in inputs else ""
@@ -364,33 +327,7 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         )
 
 
-def _tensors(result: Any) -> Sequence[Tensor]:
-    if isinstance(result, Tensor):
-        return (result,)
-    if isinstance(result, (tuple, list)):
-        return [
-            item
-            for part in result
-            for item in (part if isinstance(part, (tuple, list)) else (part,))
-            if isinstance(item, Tensor)
-        ]
-    return ()
-
-
 def _has_dimensions(value: Any) -> bool:
     """Whether a tensor, or the first of a list, is no scalar: of scalars fake tensors may know the value."""
-    first = next(iter(_tensors(value)), None)
+    first = next(iter(tensors_of(value)), None)
     return first is not None and first.dim() > 0
-
-
-def _work(func: Any, phase: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Work:
-    formula = flop_registry.get(func._overloadpacket)
-    flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
-    read, dtype = 0, ""
-    for value in args:
-        for tensor in _tensors(value):
-            read += tensor.numel() * tensor.element_size()
-            if not dtype and tensor.is_floating_point():
-                dtype = str(tensor.dtype)[6:]
-    written = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(result))
-    return Work(func.__name__, phase, dtype or "float32", flops, read + written)

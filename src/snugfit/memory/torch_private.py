@@ -188,6 +188,12 @@ def without_autocast() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU)
 
 
+def operator(name: str) -> Any:
+    """The operator of a name such as ``softmax.int``; without an overload its default one."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
 def autocast_registrations(key: str) -> list[str]:
     """The operators (``aten::name.overload``) that have a kernel for an autocast dispatch key."""
     return list(torch._C._dispatch_get_registrations_for_dispatch_key(key))

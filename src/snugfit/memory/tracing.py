@@ -8,10 +8,9 @@ other processes hold.
 import copy
 import gc
 import warnings
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -21,15 +20,16 @@ from torch import Tensor, nn
 from snugfit import hardware
 from snugfit.errors import PlanError
 from snugfit.jobs import Job
-from snugfit.memory import allocator, cuda_rules, library_rules, torch_private
+from snugfit.memory import library_rules, torch_private
+from snugfit.memory.cuda.semantics import cuda_semantics
+from snugfit.memory.cuda.workspaces import Workspaces
 from snugfit.memory.placement import Placement, cuda_functions_without_a_card
-from snugfit.memory.recording import Birth, Recorder, Recording, Work
-from snugfit.memory.reports import PHASES, MemoryReport, PeakAt
+from snugfit.memory.recording import Recorder
+from snugfit.memory.reports import MemoryReport
+from snugfit.memory.traces import Trace
 from snugfit.plans import Plan
 from snugfit.training import build, example, nonfinite, precision, random_states, splitting, updates
 
-_STATIC = ("parameter", "buffer", "gradient", "optimizer")
-_MATRIX_PRODUCTS = ("mm.default", "addmm.default", "bmm.default", "baddbmm.default")
 _FULL_MICRO_BATCHES = 2
 _WINDOWS = 2
 
@@ -80,59 +80,6 @@ def estimate(job: Job, plan: Plan, device: str | hardware.Device = "auto") -> Me
         BatchError: The batch cannot be cut.
     """
     return record_job(job, plan, hardware.resolve(device)).report()
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """A recorded step and the device it was recorded for."""
-
-    recording: Recording
-    device: hardware.Device
-    assumptions: tuple[str, ...]
-
-    @property
-    def work(self) -> tuple[Work, ...]:
-        """What every kernel of the last window does, in order."""
-        start = max(position for position, name in self.recording.marks if name == "window")
-        return tuple(work for position, work in self.recording.work if position >= start)
-
-    @property
-    def micro_batch_starts(self) -> tuple[int, ...]:
-        """For each micro-batch of the last window the index in ``work`` at which it begins (jobs only)."""
-        window = max(position for position, name in self.recording.marks if name == "window")
-        positions = [position for position, _ in self.recording.work if position >= window]
-        starts = [p for p, name in self.recording.marks if name == "micro-batch" and p >= window]
-        return tuple(bisect_right(positions, start) for start in starts)
-
-    def peaks(self) -> allocator.Simulation:
-        """Replay the events through the device's allocator; the CPU has none, there blocks are what was asked for."""
-        sizes = [birth.num_bytes for birth in self.recording.births]
-        if self.device.kind == "cuda":
-            return allocator.simulate(sizes, self.recording.events)
-        peak, at = _peak(sizes, self.recording.events)
-        return allocator.Simulation(peak, peak, at, sizes)
-
-    def report(self) -> MemoryReport:
-        """Name the peak and who holds it."""
-        recording = self.recording
-        replay = self.peaks()
-        blocks, at = replay.block_bytes, replay.peak_index
-        phases = {name: _by_category(recording, blocks, _last(recording, name)) for name in PHASES}
-        nothing = Birth(0, "other", "build", "", "nothing", 0)
-        birth = recording.births[recording.events[at] - 1] if recording.births else nothing
-        return MemoryReport(
-            device=self.device.name,
-            label="modelled",
-            peak_allocated_bytes=replay.peak_allocated_bytes,
-            peak_reserved_bytes=replay.peak_reserved_bytes,
-            static_bytes=sum(phases["backward end"].get(category, 0) for category in _STATIC),
-            context_bytes=self.device.context_bytes,
-            by_category=_by_category(recording, blocks, at + 1),
-            by_module=_by_module(recording, blocks, at + 1),
-            peak_at=PeakAt(window=birth.window, phase=birth.phase, module=birth.module, op=birth.op),
-            phases=phases,
-            assumptions=self.assumptions,
-        )
 
 
 def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[Sequence[int]] | None = None) -> Trace:
@@ -204,7 +151,7 @@ def record(
     """Record some windows of a step for a device."""
     cuda = device.kind == "cuda"
     capability = device.compute_capability or (8, 0)
-    recorder = Recorder(on_op=_Workspaces(capability) if cuda else None, host_scalars=cuda)
+    recorder = Recorder(on_op=Workspaces(capability) if cuda else None, host_scalars=cuda)
     assumptions = []
     if cuda and device.compute_capability is None:
         assumptions.append("compute capability unknown, taken as 8.0: attention kernels and workspaces follow it")
@@ -212,9 +159,7 @@ def record(
         stack.enter_context(collector_off())
         stack.enter_context(random_states.seeded(0))
         if cuda:
-            stack.enter_context(
-                cuda_rules.cuda_semantics(capability, lambda cast: recorder.categorise([cast], "autocast"))
-            )
+            stack.enter_context(cuda_semantics(capability, lambda cast: recorder.categorise([cast], "autocast")))
         # An engine that make_step builds must not read whether a gradient is finite.
         stack.enter_context(mock.patch.object(nonfinite, "decider", return_value=lambda found_inf, count: None))
         stack.enter_context(_precision_of(device))
@@ -263,19 +208,6 @@ def _precision_of(device: hardware.Device) -> Iterator[None]:
     resolve = precision.resolve
     with mock.patch.object(precision, "resolve", lambda name, _: resolve(name, device)):
         yield
-
-
-class _Workspaces:
-    """Allocates the cuBLAS workspaces: one for the forward's thread, one for backward's, each at its first use."""
-
-    def __init__(self, compute_capability: tuple[int, int]) -> None:
-        self._num_bytes = cuda_rules.cublas_workspace_bytes(compute_capability)
-        self._held: set[bool] = set()
-
-    def __call__(self, op: str, phase: str, recorder: Recorder) -> None:
-        if op in _MATRIX_PRODUCTS and (phase == "backward") not in self._held:
-            self._held.add(phase == "backward")
-            recorder.allocate(self._num_bytes, "workspace", "cuBLAS workspace")
 
 
 @contextmanager
@@ -334,48 +266,3 @@ def _representative(num_micro_batches: int, plan: Plan) -> list[int]:
     has_tail = plan.samples_per_rank % plan.micro_batch_size != 0
     full = num_micro_batches - has_tail
     return [*range(min(full, _FULL_MICRO_BATCHES)), *([num_micro_batches - 1] if has_tail else [])]
-
-
-def _peak(sizes: Sequence[int], events: Sequence[int]) -> tuple[int, int]:
-    current = peak = at = 0
-    for position, event in enumerate(events):
-        if event > 0:
-            current += sizes[event - 1]
-            if current > peak:
-                peak, at = current, position
-        else:
-            current -= sizes[-event - 1]
-    return peak, at
-
-
-def _last(recording: Recording, mark: str) -> int:
-    positions = [position for position, name in recording.marks if name == mark]
-    return positions[-1] if positions else len(recording.events)
-
-
-def _alive(recording: Recording, position: int) -> set[int]:
-    """Indices of the births that are alive before the event at ``position``."""
-    alive: set[int] = set()
-    for event in recording.events[:position]:
-        if event > 0:
-            alive.add(event - 1)
-        else:
-            alive.discard(-event - 1)
-    return alive
-
-
-def _by_category(recording: Recording, blocks: Sequence[int], position: int) -> dict[str, int]:
-    totals: dict[str, int] = {}
-    for index in _alive(recording, position):
-        category = recording.births[index].category
-        totals[category] = totals.get(category, 0) + blocks[index]
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
-
-
-def _by_module(recording: Recording, blocks: Sequence[int], position: int) -> dict[str, dict[str, int]]:
-    totals: dict[str, dict[str, int]] = {}
-    for index in _alive(recording, position):
-        birth = recording.births[index]
-        module = totals.setdefault(birth.module, {})
-        module[birth.category] = module.get(birth.category, 0) + blocks[index]
-    return dict(sorted(totals.items(), key=lambda item: -sum(item[1].values())))

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from snugfit.hardware import Device
-from snugfit.memory.recording import Work
+from snugfit.memory.events import Work
 
 MATMUL_FRACTION = {"float32": 0.75}
 """Share of the peak rate that large matrix products reach, by dtype; ``TENSOR_CORE_FRACTION`` where not listed.

@@ -14,9 +14,10 @@ from typing import TypeVar
 from snugfit.errors import SnugfitError
 from snugfit.hardware import Device
 from snugfit.jobs import Job
-from snugfit.memory.recording import Birth, Recording, Work
+from snugfit.memory.events import Birth, Recording, Work
 from snugfit.memory.reports import MemoryReport, margin_bytes
-from snugfit.memory.tracing import Trace, record_job
+from snugfit.memory.traces import Trace
+from snugfit.memory.tracing import record_job
 from snugfit.planning import cost
 from snugfit.plans import Plan
 

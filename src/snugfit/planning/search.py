@@ -15,8 +15,9 @@ from snugfit import hardware, sizes
 from snugfit.errors import PlanError, UnsupportedError
 from snugfit.jobs import Job
 from snugfit.memory import tracing
-from snugfit.memory.recording import Work
+from snugfit.memory.events import Work
 from snugfit.memory.reports import MemoryReport
+from snugfit.memory.traces import Trace
 from snugfit.planning import cost, explain, options
 from snugfit.planning.ladder import ACCUMULATION, CHECKPOINTING, CHOSEN, FULL_BATCH, MIXED_PRECISION, Candidate, Rung
 from snugfit.planning.scaling import NotAffineError, ScaledTrace
@@ -276,7 +277,7 @@ _EQUAL_TIME = 1.01
 "Ratio up to which two modelled step times are taken as equal."
 
 
-def _whole_window(trace: tracing.Trace, plan: Plan) -> list[Work]:
+def _whole_window(trace: Trace, plan: Plan) -> list[Work]:
     """The work of all micro-batches of a window, of which a trace runs two full ones and the tail."""
     work = list(trace.work)
     starts = trace.micro_batch_starts

@@ -3,7 +3,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from snugfit.memory import cuda_rules, torch_private
+from snugfit.memory import torch_private
+from snugfit.memory.cuda import semantics, workspaces
 
 
 class Operations(TorchDispatchMode):
@@ -18,7 +19,7 @@ class Operations(TorchDispatchMode):
 
 
 def operations_of(function, capability=(8, 6)):
-    with cuda_rules.cuda_semantics(capability), torch_private.FakeMode(), Operations() as seen:
+    with semantics.cuda_semantics(capability), torch_private.FakeMode(), Operations() as seen:
         result = function()
     return seen.names, result
 
@@ -51,7 +52,7 @@ def test_c095_attention_keeps_scores_only_where_no_fused_kernel_runs():
     def saved_bytes(mask, capability):
         saved = []
         with (
-            cuda_rules.cuda_semantics(capability),
+            semantics.cuda_semantics(capability),
             torch_private.FakeMode(),
             torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
         ):
@@ -80,7 +81,7 @@ def test_half_precision_softmax_to_float32_makes_no_float32_copy_of_its_input():
 
 
 def autocast_dtype(function, dtype=torch.bfloat16, argument=torch.float32):
-    with cuda_rules.cuda_semantics((8, 0)), torch_private.FakeMode():
+    with semantics.cuda_semantics((8, 0)), torch_private.FakeMode():
         value = torch.ones(4, 4, dtype=argument)
         with torch.autocast("cuda", dtype):
             return function(value).dtype
@@ -108,7 +109,7 @@ def test_autocast_gives_the_types_of_cuda(function, argument, expected):
 
 
 def test_autocast_on_cuda_defaults_to_fp16_and_can_be_switched_off_inside():
-    with cuda_rules.cuda_semantics((8, 0)), torch_private.FakeMode(), torch.autocast("cuda"):
+    with semantics.cuda_semantics((8, 0)), torch_private.FakeMode(), torch.autocast("cuda"):
         value = torch.ones(4, 4)
         assert (value @ value).dtype == torch.float16
         with torch.autocast("cuda", enabled=False):
@@ -117,7 +118,7 @@ def test_autocast_on_cuda_defaults_to_fp16_and_can_be_switched_off_inside():
 
 def test_a_cast_weight_is_kept_until_the_outermost_autocast_ends():
     casts = []
-    with cuda_rules.cuda_semantics((8, 0), casts.append), torch_private.FakeMode():
+    with semantics.cuda_semantics((8, 0), casts.append), torch_private.FakeMode():
         linear = torch.nn.Linear(4, 4, bias=False)
         with torch.autocast("cuda", torch.bfloat16):
             linear(torch.zeros(2, 4))
@@ -136,12 +137,12 @@ def test_everything_is_undone_at_the_end():
 
     before = types()
     init = torch.autocast.__init__
-    with cuda_rules.cuda_semantics((8, 0)):
+    with semantics.cuda_semantics((8, 0)):
         pass
     assert types() == before == (torch.bfloat16, torch.bfloat16, torch.float32)
     assert torch.autocast.__init__ is init
 
 
 def test_workspaces_follow_the_compute_capability():
-    assert cuda_rules.cublas_workspace_bytes((8, 6)) == 8519680
-    assert cuda_rules.cublas_workspace_bytes((9, 0)) == 33554432
+    assert workspaces.cublas_workspace_bytes((8, 6)) == 8519680
+    assert workspaces.cublas_workspace_bytes((9, 0)) == 33554432

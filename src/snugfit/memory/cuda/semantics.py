@@ -1,0 +1,67 @@
+"""Makes fake CPU tensors behave as CUDA tensors while a step is traced.
+
+Entry point: ``cuda_semantics``, a context. The kernels that autograd sees are replaced where composite operators
+branch on the device type: ``autocast`` lists and cache, ``kernels``, ``attention``; optimizers take their foreach
+form. What is allocated beside the tensors is ``workspaces``'s.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snugfit.memory import torch_private
+from snugfit.memory.cuda import autocast, kernels
+from snugfit.memory.cuda.attention import Attention
+
+aten: Any = torch.ops.aten
+
+
+@contextmanager
+def cuda_semantics(
+    compute_capability: tuple[int, int], on_weight_cast: Callable[[Tensor], None] = lambda cast: None
+) -> Iterator[None]:
+    """Make fake CPU tensors behave as CUDA tensors for as long as the context lasts.
+
+    The kernels are replaced for the whole process (torch has one dispatcher), so nothing else should run torch
+    code under CPU autocast meanwhile; all is undone at the end.
+
+    Args:
+        compute_capability: Of the target, such as ``(8, 6)``; decides which attention kernel runs.
+        on_weight_cast: Called with every cast of a weight that autocast keeps.
+    """
+    casts = autocast.CastCache(on_weight_cast)
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*[Oo]verrid.*")
+        stack.callback(library._destroy)
+        for name in torch_private.autocast_registrations("AutocastCPU"):
+            _impose(library, name.removeprefix("aten::"), None, "AutocastCPU")
+        for name in torch_private.autocast_registrations("AutocastCUDA"):
+            short = name.removeprefix("aten::")
+            _impose(library, short, autocast.kernel_for(short, casts), "AutocastCPU")
+        _impose(library, "dropout", kernels.dropout, "AutogradCPU")
+        _impose(library, "scaled_dot_product_attention", Attention(compute_capability), "AutogradCPU")
+        _impose(library, "softmax.int", kernels.softmax(aten._softmax), "AutogradCPU")
+        _impose(library, "log_softmax.int", kernels.softmax(aten._log_softmax), "AutogradCPU")
+        stack.enter_context(torch_private.foreach_for_fake_tensors())
+        stack.enter_context(torch_private.autocast_as_cpu(casts.clear))
+        yield
+
+
+def _impose(library: Any, name: str, kernel: Callable[..., Any] | None, key: str) -> None:
+    operator = torch_private.operator(name)
+    if kernel is None:
+        kernel = _passed_by(operator)
+    library.impl(name, kernel, key, allow_override=True)
+
+
+def _passed_by(operator: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch_private.without_autocast():
+            return operator(*args, **kwargs)
+
+    return kernel
