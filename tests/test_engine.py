@@ -353,7 +353,7 @@ def test_an_argument_that_contradicts_the_plan_is_refused(given):
 
 @pytest.mark.parametrize(
     "field",
-    [{"precision": "bf16-true"}, {"shard": "fsdp"}, {"shard": "ddp"}, {"loss_chunks": 2}],
+    [{"precision": "bf16-true"}, {"shard": "fsdp"}, {"shard": "ddp"}],
 )
 def test_what_a_plan_asks_for_and_nothing_carries_out_is_refused_by_name(field):
     with pytest.raises(UnsupportedError) as caught:

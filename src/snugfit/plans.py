@@ -41,8 +41,9 @@ class Segment:
 
     Args:
         modules: Fully qualified names of modules that run one after the other; one name may be a plain string.
-        policy: ``"full"`` keeps the inputs only; ``"offload"`` moves saved tensors to the host; ``"keep-matmul"``
-            and ``"keep-attention"`` also keep the results of those operations.
+        policy: ``"full"`` keeps the inputs only; ``"offload"`` recomputes nothing and moves saved tensors to the host;
+            ``"keep-matmul"`` (matrix products, convolutions and attention) and ``"keep-attention"`` also keep the
+            results of those operations, ``"keep:mm,addmm"`` those of torch's operators with these names.
 
     Raises:
         PlanError: No module, or an unknown policy.
@@ -62,7 +63,8 @@ class Segment:
                 hint='write Segment(("encoder.layer.0",))',
             )
         object.__setattr__(self, "modules", names)
-        _check_choice("policy", self.policy, SEGMENT_POLICIES)
+        if not (isinstance(self.policy, str) and self.policy.startswith("keep:")):
+            _check_choice("policy", self.policy, SEGMENT_POLICIES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

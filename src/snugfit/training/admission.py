@@ -14,7 +14,6 @@ from snugfit.training import closures, gradients, precision, updates, wide_sums
 
 _NOT_YET = {
     "shard": ("none", "pass a model that is wrapped in DDP to snugfit.Engine"),
-    "loss_chunks": (1, "leave loss_chunks at 1"),
 }
 
 

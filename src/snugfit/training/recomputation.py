@@ -1,4 +1,4 @@
-"""What is the same in a recomputation as in the forward it repeats: buffers; and how code can tell the two apart.
+"""What is the same in a recomputation as in the forward it repeats: buffers, kept results; how code tells them apart.
 
 Entry points: ``is_recomputing``, and the contexts that ``checkpointing`` hands to torch. Random and autocast state are
 torch's.
@@ -11,10 +11,12 @@ NOTE [Buffers of a recomputed segment]
 
 from collections.abc import Sequence
 from contextvars import ContextVar, Token
+from typing import Any
 
 from torch import Tensor, nn
 
 from snugfit.training.buffers import Keeper, Kept
+from snugfit.training.keeping import HandingOut, Keeping, Results, Seen
 
 _recomputing: ContextVar[bool] = ContextVar("snugfit_recomputing", default=False)
 
@@ -25,26 +27,38 @@ def is_recomputing() -> bool:
 
 
 class FirstForward:
-    """Context of a segment's forward: copies the buffers that it may change.
+    """Context of a segment's forward: copies the buffers that it may change, and keeps results.
 
     Args:
         modules: The modules of the segment.
         keeper: Of the segment, for all its forwards.
+        seen: Which operations' results are kept, and what is known of them.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], keeper: Keeper) -> None:
-        self._modules, self._keeper = modules, keeper
+    def __init__(self, modules: Sequence[nn.Module], keeper: Keeper, seen: Seen) -> None:
+        self._modules, self._keeper, self._seen = modules, keeper, seen
         self.kept: list[Kept] = []
+        self.results: Results | None = None if seen.is_empty else Results(seen)
+        self._mode: Any = None if self.results is None else Keeping(self.results)
 
     def __enter__(self) -> None:
         self.kept = self._keeper.take(inner for module in self._modules for inner in module.modules())
+        if self._mode is not None:
+            self._mode.__enter__()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if self._mode is not None and self.results is not None:
+            self._mode.__exit__(kind, error, trace)
+            if self.results.is_empty and kind is None:
+                self._seen.is_empty, self.results = True, None
+        self._mode = None
         self.kept = [kept for kept in self.kept if not kept.has_stayed]
 
 
 class Recomputation:
-    """Context of a recomputation: swaps the buffers that the forward changed; entered once per backward.
+    """Context of a recomputation: swaps the buffers that the forward changed, and hands kept results out.
+
+    Entered once per backward.
 
     Args:
         forward: The context of the forward that is repeated.
@@ -52,17 +66,25 @@ class Recomputation:
 
     def __init__(self, forward: FirstForward) -> None:
         self._forward = forward
-        self._entered: list[tuple[Token[bool], list[Tensor | None]]] = []
+        self._entered: list[tuple[Token[bool], list[Tensor | None], Any]] = []
 
     def __enter__(self) -> None:
         present = [kept.module._buffers[kept.name] for kept in self._forward.kept]
-        self._entered.append((_recomputing.set(True), present))
+        results = self._forward.results
+        mode = None if results is None else HandingOut(results)
+        self._entered.append((_recomputing.set(True), present, mode))
         for kept in self._forward.kept:
             value = kept.buffer if kept.value is None else kept.value
             kept.module._buffers[kept.name] = value.detach().clone()
+        if mode is not None and results is not None:
+            results.begin()
+            mode.__enter__()
 
-    def __exit__(self, *_: object) -> None:
-        token, present = self._entered.pop()
+    def __exit__(self, *raised: Any) -> None:
+        token, present, mode = self._entered.pop()
+        if mode is not None and self._forward.results is not None:
+            mode.__exit__(*raised)
+            self._forward.results.end()
         for kept, buffer in zip(self._forward.kept, present, strict=True):
             kept.module._buffers[kept.name] = buffer
         _recomputing.reset(token)

@@ -29,6 +29,7 @@ from snugfit.training import (
     windows,
 )
 from snugfit.training import nonfinite as nonfinite_policy
+from snugfit.training.chunked_loss import Planned
 from snugfit.training.counting import Counting
 from snugfit.training.diagnosing.rerun import Suspect
 from snugfit.training.precision import Scaler
@@ -76,6 +77,7 @@ class Runner:
         self.progress = Progress()
         self.observer: Observer | None = None
         self._max_grad_norm, self._max_skipped_windows = max_grad_norm, max_skipped_windows
+        self._chunks = Planned(1 if plan is None else plan.loss_chunks)
         self._positions = schedules.Positions()
         self._membership = admission.Membership(model, self.optimizers)
         self._in_window = self._has_begun_update = False
@@ -263,7 +265,8 @@ class Runner:
         self.norms.begin(num_micro_batches)
         self._in_window, self._has_begun_update = True, False
         try:
-            yield
+            with self._chunks.window():
+                yield
         except Exception as error:
             if self._has_begun_update and recovery.is_out_of_memory(error):
                 raise commit.out_of_memory(error) from error
@@ -295,7 +298,7 @@ class Runner:
             )
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return precision.autocast(self.precision, self.device)
+        return self._chunks.forward(precision.autocast(self.precision, self.device))
 
     def _move(self, micro_batch: Any) -> Any:
         return splitting.move(micro_batch, self.device)

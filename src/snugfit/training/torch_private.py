@@ -246,3 +246,20 @@ def checkpoint_calls(around: Callable[[CheckpointCall], Callable[[], None]], *, 
         mock.patch.object(_checkpoint, "CheckpointFunction", Reentrant),
     ):
         yield
+
+
+# --- modes under a segment, for keeping.py ---
+
+DispatchMode: Any = TorchDispatchMode
+"A mode that sees every operation below autograd."
+
+
+def retains_graph() -> bool:
+    """Whether the backward that is running leaves its graph for another one."""
+    return in_backward() and bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def operator_names() -> frozenset[str]:
+    """The names of all operators of torch, without namespace and overload."""
+    names = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
+    return frozenset(rest.partition(".")[0] for namespace, _, rest in names if namespace == "aten")

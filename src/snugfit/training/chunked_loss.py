@@ -1,0 +1,290 @@
+"""The last linear layer and cross entropy in one, a chunk of rows at a time: all logits never exist at once.
+
+Entry point: ``chunked_cross_entropy``. Backward computes each chunk's logits again, so that neither they nor their
+gradients outlive their chunk; the price is one matrix product more. How many chunks a plan asks for is ``Planned``'s.
+Class probabilities as labels are left out: they are as large as the logits.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from snugfit.errors import PlanError
+
+_REDUCTIONS = ("mean", "sum", "none")
+_planned: ContextVar["Planned | None"] = ContextVar("snugfit_loss_chunks", default=None)
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunks: int | None,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+) -> Tensor:
+    """``F.cross_entropy(F.linear(hidden, weight, bias) * logit_scale, labels, ...)`` in chunks of rows.
+
+    Logits are computed in the type of autocast where it is on, else in that of ``hidden``; softmax, the loss and the
+    sum of the weight's gradient in float32 at least. Memory beside inputs and gradients is that of one chunk's logits;
+    for half-precision weights there is one float32 copy of their gradient. A second derivative is not defined.
+
+    Args:
+        hidden: What goes into the last layer, ``(..., features)``.
+        weight: Of the last layer, ``(classes, features)``; may be tied to the embedding's.
+        labels: Class of each row, int64, of the shape of ``hidden`` without its last dimension. Not shifted here.
+        chunks: Number of chunks, of about the same number of rows; more than rows is as many as rows. A plan's
+            ``loss_chunks`` above 1 comes before it; None leaves it to the plan.
+        bias: Of the last layer, ``(classes,)``.
+        class_weight: Weight of each class, ``(classes,)``; ``weight`` of ``F.cross_entropy``.
+        ignore_index: Label of rows that do not count.
+        reduction: ``"mean"`` over the rows (or class weights) that count, ``"sum"`` or ``"none"``.
+        label_smoothing: Between 0 and 1, as in ``F.cross_entropy``.
+        logit_scale: Factor of the logits.
+
+    Returns:
+        The loss, float32 at least; of the shape of ``labels`` for ``"none"``.
+
+    Raises:
+        PlanError: Shapes, types or options that do not fit.
+
+    Example:
+        >>> hidden, weight = torch.ones(6, 4), torch.ones(10, 4)
+        >>> labels = torch.zeros(6, dtype=torch.long)
+        >>> round(chunked_cross_entropy(hidden, weight, labels, chunks=3).item(), 4)
+        2.3026
+    """
+    _check(hidden, weight, labels, bias, class_weight, reduction, label_smoothing)
+    number = _number_of_chunks(chunks)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        hidden = hidden.to(dtype)
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    number = max(1, min(number, rows.shape[0]))
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    weights = None if class_weight is None else class_weight.detach().to(wide)
+    losses: Tensor = _Rows.apply(  # type: ignore[no-untyped-call]
+        rows, weight, bias, targets, weights, number, ignore_index, label_smoothing, logit_scale
+    )
+    if reduction == "none":
+        return losses.reshape(labels.shape)
+    total = losses.sum()
+    if reduction == "sum":
+        return total
+    counted = targets != ignore_index
+    if weights is None:
+        return total / counted.sum()
+    return total / (weights[torch.where(counted, targets, 0)] * counted).sum()
+
+
+class Planned:
+    """The number of chunks that a plan asks for, for as long as a window is open.
+
+    Args:
+        chunks: ``Plan.loss_chunks``; 1 leaves every call its own number.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        self.chunks = chunks
+        self.is_used = False
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        """Forwards and recomputations in this context use the plan's number."""
+        token = _planned.set(self)
+        try:
+            yield
+        finally:
+            _planned.reset(token)
+
+    @contextmanager
+    def forward(self, autocast: AbstractContextManager[Any]) -> Iterator[None]:
+        """The context of one forward; at its end the plan's number must have been used.
+
+        Raises:
+            PlanError: The plan asks for chunks and the loss never calls ``chunked_cross_entropy``.
+        """
+        with self.window(), autocast:
+            yield
+        if self.chunks > 1 and not self.is_used:
+            raise PlanError(
+                "the plan cuts a loss that is not cut",
+                got=f"loss_chunks={self.chunks}, and the loss did not call snugfit.chunked_cross_entropy",
+                expected="a loss that calls snugfit.chunked_cross_entropy, or loss_chunks=1",
+                hint="compute the last layer and the loss with snugfit.chunked_cross_entropy(hidden, weight, labels, "
+                "chunks=None), or leave loss_chunks out",
+            )
+
+
+class _Rows(torch.autograd.Function):
+    """Loss of every row in a wide type; ignored rows have 0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        class_weight: Tensor | None,
+        number: int,
+        ignore_index: int,
+        smoothing: float,
+        scale: float,
+    ) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        losses = torch.empty(hidden.shape[:1], dtype=wide, device=hidden.device)
+        normalisers = torch.empty_like(losses)
+        narrow, narrow_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        with _plain(hidden.device.type):
+            for part in _parts(hidden.shape[0], number):
+                logits = _logits(hidden[part], narrow, narrow_bias, scale)
+                counted = targets[part] != ignore_index
+                labels = torch.where(counted, targets[part], 0).unsqueeze(1)
+                picked = logits.gather(1, labels).squeeze(1)
+                smooth = _smoothed(logits, class_weight) if smoothing else None
+                highest = logits.amax(1, keepdim=True)
+                logits.sub_(highest).exp_()
+                normaliser = logits.sum(1).log_().add_(highest.squeeze(1))
+                loss = normaliser - picked
+                if class_weight is not None:
+                    loss = loss * class_weight[labels.squeeze(1)]
+                if smooth is not None:
+                    mass = logits.shape[1] if class_weight is None else class_weight.sum()
+                    loss = loss * (1 - smoothing) + (normaliser * mass - smooth) * (smoothing / logits.shape[1])
+                losses[part] = torch.where(counted, loss, 0)
+                normalisers[part] = normaliser
+                del logits
+        ctx.save_for_backward(hidden, weight, bias, targets, class_weight, normalisers)
+        ctx.options = (number, ignore_index, smoothing, scale)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, class_weight, normalisers = ctx.saved_tensors
+        number, ignore_index, smoothing, scale = ctx.options
+        wide = normalisers.dtype
+        narrow, narrow_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        of_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+        with _plain(hidden.device.type):
+            for part in _parts(hidden.shape[0], number):
+                rows = hidden[part]
+                logits = _logits(rows, narrow, narrow_bias, scale)
+                counted = targets[part] != ignore_index
+                labels = torch.where(counted, targets[part], 0).unsqueeze(1)
+                upstream = torch.where(counted, gradient[part], 0).mul_(scale).unsqueeze(1)
+                slope = logits.sub_(normalisers[part].unsqueeze(1)).exp_()  # the probabilities
+                hard = upstream if class_weight is None else upstream * class_weight[labels]
+                if smoothing:
+                    share = smoothing / slope.shape[1]
+                    mass = slope.shape[1] if class_weight is None else class_weight.sum()
+                    hard = hard * (1 - smoothing)
+                    slope.mul_(hard + upstream * (share * mass))
+                    slope.sub_(upstream * share * (1 if class_weight is None else class_weight))
+                else:
+                    slope.mul_(hard)
+                slope.scatter_add_(1, labels, -hard)
+                if of_bias is not None:
+                    of_bias += slope.sum(0)
+                slope = slope.to(hidden.dtype)
+                if of_hidden is not None:
+                    of_hidden[part] = slope @ narrow
+                if of_weight is not None:
+                    if hidden.dtype == wide:
+                        of_weight.addmm_(slope.t(), rows)
+                    else:
+                        of_weight += slope.t() @ rows
+                del logits, slope
+        return (
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None else of_bias.to(bias.dtype),
+            *[None] * 6,
+        )
+
+
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Logits of some rows in a wide type; a new tensor that may be overwritten."""
+    logits = F.linear(rows, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if scale == 1 else logits.mul_(scale)
+
+
+def _smoothed(logits: Tensor, class_weight: Tensor | None) -> Tensor:
+    return logits.sum(1) if class_weight is None else logits @ class_weight
+
+
+def _parts(rows: int, number: int) -> Iterator[slice]:
+    for i in range(number):
+        yield slice(rows * i // number, rows * (i + 1) // number)
+
+
+def _plain(device_type: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device_type, enabled=False)
+
+
+def _number_of_chunks(given: int | None) -> int:
+    planned = _planned.get()
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
+        raise PlanError(
+            "chunks must be a whole number of at least 1",
+            got=f"chunks={given!r}",
+            expected=">= 1, or None for the plan's loss_chunks",
+            hint="pass chunks=8",
+        )
+    if planned is not None:
+        planned.is_used = True
+        if planned.chunks > 1:
+            return planned.chunks
+    return given or 1
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+) -> None:
+    features, classes = hidden.shape[-1:], weight.shape[:1]
+    problems = {
+        "weight": weight.dim() != 2 or weight.shape[1:] != features,
+        "labels": labels.shape != hidden.shape[:-1] or labels.dtype != torch.int64,
+        "bias": bias is not None and bias.shape != classes,
+        "class_weight": class_weight is not None and class_weight.shape != classes,
+    }
+    wrong = [name for name, is_wrong in problems.items() if is_wrong]
+    if wrong or not hidden.is_floating_point():
+        shapes = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias, "class_weight": class_weight}
+        raise PlanError(
+            f"chunked_cross_entropy: {wrong[0] if wrong else 'hidden'} does not fit the others",
+            got=", ".join(f"{n} {tuple(t.shape)} {str(t.dtype)[6:]}" for n, t in shapes.items() if t is not None),
+            expected="hidden (..., features), weight (classes, features), labels (...) of int64, bias and "
+            "class_weight (classes,)",
+            hint="pass what goes into the last layer as hidden and its weight, not the logits; labels are classes, "
+            "shifted by yourself",
+        )
+    if reduction not in _REDUCTIONS or not 0 <= label_smoothing <= 1:
+        raise PlanError(
+            "chunked_cross_entropy: an option is outside of its range",
+            got=f"reduction={reduction!r}, label_smoothing={label_smoothing!r}",
+            expected=f"reduction one of {_REDUCTIONS}, label_smoothing between 0 and 1",
+            hint='use reduction="mean"',
+        )

@@ -1,0 +1,259 @@
+"""What a recomputed segment keeps of its forward: results of chosen operations, handed out instead of run again.
+
+Entry points: ``operations`` (the set that a policy names), ``Results`` and the two modes ``Keeping`` and
+``HandingOut``. Routing decisions (the best experts, sampled indices) are always kept: a near tie that falls the other
+way the second time would give gradients of another function.
+
+NOTE [Why a kept result is the right one]
+1. Results are kept in the order of the calls of their operation; an operation that was called less often the second
+   time was not needed any more. One that was not kept is run again.
+2. A kept random operation is not run again, so the generators are moved to where it left them.
+3. Before an operation writes into the memory of a kept result, that result is copied.
+4. A result that the first recomputation never asked for is not kept the next time.
+"""
+
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snugfit.errors import PlanError
+from snugfit.training import torch_private
+
+ATTENTION = (
+    "_scaled_dot_product_*attention*",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "_cudnn_attention_forward",
+)
+MATRIX_PRODUCTS = (
+    *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "_grouped_mm", "_scaled_mm"),
+    *("convolution", "_convolution", "*_convolution*", "mkldnn_rnn_layer", "_cudnn_rnn", "_thnn_fused_*_cell"),
+)
+ROUTING = ("topk", "sort", "argsort", "argmax", "argmin", "kthvalue", "multinomial")
+
+_SETS = {"full": ROUTING, "keep-attention": (*ATTENTION, *ROUTING)}
+_SETS["keep-matmul"] = (*MATRIX_PRODUCTS, *_SETS["keep-attention"])
+_OWN = "keep:"
+
+
+def operations(policy: str) -> tuple[str, ...]:
+    """Names (or patterns) of the operations whose results a policy keeps.
+
+    Args:
+        policy: ``"full"``, ``"keep-matmul"``, ``"keep-attention"``, or a set of one's own such as
+            ``"keep:mm,addmm,_scaled_dot_product_*"``, by the names of torch's operators (``torch.ops.aten``).
+
+    Raises:
+        PlanError: An own set that names no operator of torch, or one that writes into its arguments.
+    """
+    if policy in _SETS:
+        return _SETS[policy]
+    names = tuple(name.strip() for name in policy.removeprefix(_OWN).split(","))
+    known = torch_private.operator_names()
+    for name in names:
+        found = fnmatch.filter(known, name)
+        if not found:
+            raise PlanError(
+                f"the policy {policy!r} keeps an operation that torch does not have",
+                got=repr(name),
+                expected="names of torch.ops.aten such as mm, addmm, bmm, convolution",
+                hint="torch.profiler shows the operations of a model; write them without aten::",
+            )
+        if all(one.endswith("_") and not one.endswith("__") for one in found):
+            raise PlanError(
+                f"the policy {policy!r} keeps an operation that writes into its argument",
+                got=repr(name),
+                expected="operations that return new tensors",
+                hint=f"leave {name} out of the set",
+            )
+    return (*names, *ROUTING)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What one call of an operation returned, and where it left the random generators if it moved them."""
+
+    values: Any
+    states: list[tuple[Any, Tensor]]
+
+
+class Seen:
+    """What is known about a segment from its forwards so far.
+
+    Args:
+        names: See ``operations``.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.is_empty = False
+        "Whether a whole forward had no operation to keep, so that none need be watched."
+        self.unused: set[tuple[Any, int]] = set()
+        "Calls whose results a whole recomputation did not ask for."
+        self._matches: dict[Any, bool] = {}
+
+    def keeps(self, op: Any) -> bool:
+        """Whether results of an operation are kept."""
+        found = self._matches.get(op)
+        if found is None:
+            name = op._schema.name.partition("::")[2]
+            is_new = not op._schema.is_mutable
+            found = is_new and any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
+            self._matches[op] = found
+        return found
+
+
+class Results:
+    """The kept results of one forward of a segment.
+
+    Args:
+        seen: Of the segment.
+    """
+
+    def __init__(self, seen: Seen) -> None:
+        self.seen = seen
+        self._kept: dict[Any, list[_Kept | None]] = {}
+        self._asked: dict[Any, int] = {}
+
+    def add(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], values: Any) -> None:
+        """Keep what a call returned, unless earlier recomputations did without."""
+        calls = self._kept.setdefault(op, [])
+        is_unused = (op, len(calls)) in self.seen.unused
+        calls.append(None if is_unused else _Kept(_each(values, _detached), _states(op, args, kwargs, values)))
+
+    def begin(self) -> None:
+        """A recomputation starts: results are asked for from the first on."""
+        self._asked.clear()
+
+    def end(self) -> None:
+        """A recomputation is over, maybe early: what it did not ask for is not needed."""
+        for op, calls in self._kept.items():
+            for i in range(self._asked.get(op, 0), len(calls)):
+                self.seen.unused.add((op, i))
+                calls[i] = None
+
+    def take(self, op: Any) -> tuple[bool, Any]:
+        """Whether there is a result of the next call of an operation, and that result."""
+        calls = self._kept.get(op, [])
+        i = self._asked.get(op, 0)
+        self._asked[op] = i + 1
+        kept = calls[i] if i < len(calls) else None
+        if kept is None:
+            self.seen.unused.discard((op, i))
+            return False, None
+        for move, state in kept.states:
+            move(state)
+        if torch_private.retains_graph():
+            return True, _each(kept.values, _detached)
+        calls[i] = None
+        return True, kept.values
+
+    def protect(self, written: Sequence[Tensor]) -> None:
+        """Copy kept results that lie in memory that is about to be written."""
+        storages = {tensor.untyped_storage()._cdata for tensor in written}
+
+        def apart(tensor: Tensor) -> Tensor:
+            return tensor.clone() if tensor.untyped_storage()._cdata in storages else tensor
+
+        for calls in self._kept.values():
+            for kept in calls:
+                if kept is not None:
+                    kept.values = _each(kept.values, apart)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no operation of the set has run."""
+        return not self._kept
+
+
+class Keeping(torch_private.DispatchMode):  # type: ignore[misc, unused-ignore]
+    """The mode of a segment's forward: keeps results.
+
+    Args:
+        results: Filled while the mode is on.
+    """
+
+    def __init__(self, results: Results) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._results.protect(_written(func, args, kwargs))
+        values = func(*args, **kwargs)
+        if self._results.seen.keeps(func):
+            self._results.add(func, args, kwargs, values)
+        return values
+
+
+class HandingOut(torch_private.DispatchMode):  # type: ignore[misc, unused-ignore]
+    """The mode of a recomputation: hands kept results out instead of running their operations.
+
+    Args:
+        results: Of the forward that is repeated.
+    """
+
+    def __init__(self, results: Results) -> None:
+        super().__init__()
+        self._results = results
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            self._results.protect(_written(func, args, kwargs))
+        if self._results.seen.keeps(func):
+            is_there, values = self._results.take(func)
+            if is_there:
+                return values
+        return func(*args, **kwargs)
+
+
+def _each(values: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(values, Tensor):
+        return function(values)
+    if isinstance(values, (tuple, list)):
+        return type(values)(_each(value, function) for value in values)
+    return values
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _written(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call writes into."""
+    found: list[Tensor] = []
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def _states(op: Any, args: Sequence[Any], kwargs: dict[str, Any], values: Any) -> list[tuple[Any, Tensor]]:
+    """Where a random operation left the generators, as functions that move them there and what to give these."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return []
+    names = [argument.name for argument in op._schema.arguments]
+    if "dropout_p" in names:
+        i = names.index("dropout_p")
+        if not (args[i] if i < len(args) else kwargs.get("dropout_p")):
+            return []
+    states: list[tuple[Any, Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
+    devices = {tensor.device for tensor in _tensors(values) if tensor.device.type != "cpu"}
+    for device in devices:
+        module = torch.get_device_module(device)
+        states.append((lambda state, d=device, m=module: m.set_rng_state(state, d), module.get_rng_state(device)))
+    return states

@@ -1,0 +1,122 @@
+"""Which segments of a model can be recomputed: everything that is wrong with names, overlaps and wrappers.
+
+Entry point: ``modules_of``, called before anything is changed.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from snugfit.errors import PlanError, UnsupportedError
+from snugfit.plans import Segment
+from snugfit.training import keeping
+
+
+def modules_of(model: nn.Module, segments: Sequence[Segment]) -> tuple[dict[str, nn.Module], list[Segment]]:
+    """The modules of all segments by name, and the segments with inner ones before outer ones.
+
+    Raises:
+        PlanError: See ``checkpointing.apply``.
+        UnsupportedError: See ``checkpointing.apply``.
+    """
+    if not segments:
+        raise PlanError(
+            "nothing is recomputed",
+            got="no segment",
+            expected="at least one snugfit.Segment",
+            hint="pass snugfit.checkpointing.blocks(model), or leave recompute out",
+        )
+    for segment in segments:
+        if segment.policy != "offload":
+            keeping.operations(segment.policy)
+    _refuse_compiled(model, segments)
+    known = dict(model.named_modules())
+    names = list(dict.fromkeys(name for segment in segments for name in segment.modules))
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise PlanError(
+            "segments name modules that the model does not have",
+            got=", ".join(missing),
+            expected=f"names of {type(model).__name__}.named_modules(), such as {list(known)[-1]!r}",
+            hint="print([name for name, _ in model.named_modules()])",
+            names=tuple(missing),
+        )
+    modules = {name: known[name] for name in names}
+    _refuse_overlaps(segments, modules)
+    _refuse_others(model, modules)
+    sizes = {segment: sum(1 for name in segment.modules for _ in modules[name].modules()) for segment in segments}
+    return modules, sorted(segments, key=lambda segment: sizes[segment])
+
+
+def _refuse_overlaps(segments: Sequence[Segment], modules: dict[str, nn.Module]) -> None:
+    own = [[id(modules[name]) for name in segment.modules] for segment in segments]
+    inside = [{id(inner) for name in segment.modules for inner in modules[name].modules()} for segment in segments]
+    problems = []
+    for i, segment in enumerate(segments):
+        repeated = [name for k, name in enumerate(segment.modules) if own[i][k] in own[i][:k]]
+        nested = [
+            f"{name} inside of {other}"
+            for name in segment.modules
+            for other in segment.modules
+            if name != other and id(modules[name]) in {id(inner) for inner in list(modules[other].modules())[1:]}
+        ]
+        problems += [f"{name} twice" for name in repeated] + nested
+        for j in range(i):
+            shared = sum(one in inside[j] for one in own[i]), sum(one in inside[i] for one in own[j])
+            if set(own[i]) == set(own[j]):
+                problems.append(f"{segment.modules[0]} twice")
+            elif any(shared) and len(own[i]) != shared[0] and len(own[j]) != shared[1]:
+                problems.append(f"{', '.join(segment.modules)} and {', '.join(segments[j].modules)}")
+    if problems:
+        raise PlanError(
+            "segments overlap",
+            got="; ".join(problems),
+            expected="segments that are apart, or one wholly inside of the other",
+            hint="name each module once, and let runs end where others begin",
+            names=tuple(problems),
+        )
+
+
+def _refuse_others(model: nn.Module, modules: dict[str, nn.Module]) -> None:
+    """Refuse modules that something else checkpoints already: they would be recomputed twice."""
+    wanted = {id(inner): name for name, module in modules.items() for inner in module.modules()}
+    around = {id(module): name for name, module in modules.items()}
+    for name, module in model.named_modules():
+        is_on = getattr(module, "gradient_checkpointing", False) is True
+        is_wrapper = hasattr(module, "_checkpoint_wrapped_module")
+        if not (is_on or is_wrapper):
+            continue
+        found = wanted.get(id(module)) or next((around[id(m)] for m in module.modules() if id(m) in around), None)
+        if found is not None:
+            raise UnsupportedError(
+                "modules are checkpointed already, by their own library",
+                got=f"{name or 'the model itself'}, a {type(module).__name__} with "
+                f"{'gradient_checkpointing=True' if is_on else 'a checkpoint wrapper'}, and a segment of {found}",
+                expected="modules that nothing else recomputes",
+                hint="call model.gradient_checkpointing_disable() (or disable_gradient_checkpointing()) first"
+                if is_on
+                else "do not wrap the blocks, or leave recompute out",
+                names=(found,),
+            )
+
+
+def _refuse_compiled(model: nn.Module, segments: Sequence[Segment]) -> None:
+    """Refuse modules whose forward has been compiled, or lies inside of one that was."""
+    wanted = {name for segment in segments for name in segment.modules}
+    for name, module in model.named_modules(remove_duplicate=False):
+        is_scripted = isinstance(module, torch.jit.ScriptModule)
+        is_compiled = isinstance(getattr(module, "_orig_mod", None), nn.Module)
+        if not (is_scripted or is_compiled or getattr(module, "_compiled_call_impl", None) is not None):
+            continue
+        inside = sorted(one for one in wanted if not name or one == name or one.startswith(f"{name}."))
+        if inside:
+            raise UnsupportedError(
+                "compiled modules are not recomputed: what stands in for a forward would be compiled with it",
+                got=f"{name or 'the model itself'}, a {type(module).__name__}, and segments of {inside[0]}"
+                + (f" and {len(inside) - 1} more" if len(inside) > 1 else ""),
+                expected="segments of modules that are neither compiled nor inside of a compiled one",
+                hint="apply the segments to the model before torch.compile, or leave recompute out: the compiler "
+                "decides itself what to recompute",
+                names=tuple(inside),
+            )

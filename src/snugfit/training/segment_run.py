@@ -1,0 +1,189 @@
+"""The modules of one segment, run as one: their forwards are replaced until the segment is taken off again.
+
+Entry points: ``Run`` and ``Forward``, which ``checkpointing`` installs. What a policy keeps is ``keeping``'s, what it
+moves to the host ``offloading``'s.
+
+NOTE [Segments inside of segments]
+A module that begins or belongs to two segments has two forwards, the outer one over the inner one; the outer one's own
+chain calls the inner one. Inner segments are therefore installed first and removed last.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from snugfit.errors import UnsupportedError
+from snugfit.plans import Segment
+from snugfit.training import offloading
+from snugfit.training.buffers import Keeper
+from snugfit.training.holders import Holders
+from snugfit.training.keeping import Seen, operations
+from snugfit.training.recomputation import FirstForward, Recomputation
+
+
+class Run:
+    """The modules of one segment, run as one by the first of them."""
+
+    def __init__(self, segment: Segment, modules: list[nn.Module]) -> None:
+        self.segment, self.modules = segment, modules
+        self.forwards: list[Callable[..., Any]] = []
+        self._keeper = Keeper()
+        self._seen = Seen(() if segment.policy == "offload" else operations(segment.policy))
+        self._pending: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+
+    def begin(self, *args: Any, **kwargs: Any) -> Any:
+        """Run all modules; the later ones then only hand the result through."""
+        if not self._needs_gradient(args, kwargs):
+            result = self._chain(*args, **kwargs)  # frozen: nothing is saved, so nothing need be repeated
+        elif self.segment.policy == "offload":
+            with offloading.saved_on_host(self.modules):
+                result = self._chain(*args, **kwargs)
+        else:
+            result = self._recomputed(args, kwargs)
+        if len(self.modules) > 1:
+            self._pending = (result, args[1:], kwargs)
+        return result
+
+    def hand_through(self, position: int, *args: Any, **kwargs: Any) -> Any:
+        """The result of the whole run, for a later module of it."""
+        pending = self._pending
+        if position == len(self.modules) - 1:
+            self._pending = None
+        fits = (
+            pending is not None
+            and len(args) == 1 + len(pending[1])
+            and all(a is b for a, b in zip(args, (pending[0], *pending[1]), strict=True))
+            and kwargs.keys() == pending[2].keys()
+            and all(kwargs[key] is pending[2][key] for key in kwargs)
+        )
+        if not fits:
+            raise UnsupportedError(
+                f"the modules of a segment are not a chain: {self.segment.modules[position]}",
+                got="a call with other arguments than the first module's, or with another input than the result "
+                "of the module before",
+                expected="output of one module handed to the next, other arguments the same objects",
+                hint="make one segment of each module",
+                module=self.segment.modules[position],
+            )
+        return args[0]
+
+    def _recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        forward = FirstForward(self.modules, self._keeper, self._seen)
+        number, names = len(args), tuple(kwargs)
+        values = (*args, *kwargs.values())
+        # A forward may add to a list that it is given; its repetition starts from what the list held before.
+        containers = [_contents(value) for value in values]
+        if not any(isinstance(value, Tensor) for value in values):
+            values += tuple(parameter.detach() for parameter in list(self.modules[0].parameters())[:1])
+        is_first = True
+
+        def run(*values: Any) -> Any:
+            nonlocal is_first
+            if not is_first:
+                values = tuple(a if b is None else _rebuilt(b) for a, b in zip(values, containers, strict=False))
+            is_first = False
+            return self._chain(*values[:number], **dict(zip(names, values[number:], strict=False)))
+
+        # torch finds the device whose random state it keeps among positional arguments only
+        return checkpoint(
+            run,
+            *values,
+            use_reentrant=False,
+            context_fn=lambda: (forward, Recomputation(forward)),
+        )
+
+    def _chain(self, *args: Any, **kwargs: Any) -> Any:
+        value = self.forwards[0](*args, **kwargs)
+        for forward in self.forwards[1:]:
+            value = forward(value, *args[1:], **kwargs)
+        return value
+
+    def _needs_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if any(parameter.requires_grad for module in self.modules for parameter in module.parameters()):
+            return True
+        return any(tensor.requires_grad for tensor in _tensors((*args, *kwargs.values())))
+
+
+class Forward:
+    """Stands in for ``forward`` of one module; an object, so that a deep copy of the model refers to the copy."""
+
+    def __init__(self, run: Run, position: int, module: nn.Module) -> None:
+        self.run, self.position, self.module = run, position, module
+        self.own: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.holders = Holders()
+
+    @property
+    def segment(self) -> Segment:
+        """The segment that this forward belongs to."""
+        return self.run.segment
+
+    def install(self) -> None:
+        """Stand in for the module's forward, over what stands there already."""
+        self.run.forwards.append(self.plain)
+        self.module.__dict__["forward"] = self
+
+    def uninstall(self) -> None:
+        """Take this forward off its module, also from under an outer one."""
+        above = [other for other in present(self.module) if other.own is self]
+        if above:
+            above[0].own = self.own
+        elif self.module.__dict__.get("forward") is self:
+            if self.own is None:
+                del self.module.__dict__["forward"]
+            else:
+                self.module.__dict__["forward"] = self.own
+
+    def plain(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        return self.own(*args, **kwargs) if self.own else type(self.module).forward(self.module, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, as part of its segment where gradients are recorded."""
+        if not torch.is_grad_enabled():
+            return self.plain(*args, **kwargs)
+        if self.position == 0:
+            return self.run.begin(*args, **kwargs)
+        return self.run.hand_through(self.position, *args, **kwargs)
+
+
+def present(module: nn.Module) -> Iterator[Forward]:
+    """The forwards that stand in for a module's, the outermost first."""
+    forward = module.__dict__.get("forward")
+    while isinstance(forward, Forward):
+        yield forward
+        forward = forward.own
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors of arguments, as far as built-in containers and data classes hold them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple, set)):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from _tensors([getattr(value, one.name) for one in fields(value)])
+
+
+def _contents(value: Any) -> Any:
+    """What a list, mapping or set of a call holds now, containers in it included; None for anything else."""
+    if type(value) in (list, set):
+        return type(value), [(_contents(item), item) for item in value]
+    if type(value) is dict:
+        return dict, [((None, key), (_contents(item), item)) for key, item in value.items()]
+    return None
+
+
+def _rebuilt(contents: Any) -> Any:
+    """A new container from ``_contents``."""
+    kind, items = contents
+    if kind is dict:
+        return {key: item if inner is None else _rebuilt(inner) for (_, key), (inner, item) in items}
+    return kind(item if inner is None else _rebuilt(inner) for inner, item in items)

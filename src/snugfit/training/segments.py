@@ -1,0 +1,150 @@
+"""Names the segments of a model: its blocks, every k-th, runs of them, or whatever matches.
+
+Entry points: ``blocks``, ``every``, ``segments`` and ``match``, all reached as ``snugfit.checkpointing``. Nothing is
+changed here; ``checkpointing`` applies them.
+"""
+
+import fnmatch
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+from snugfit.errors import PlanError, warn
+from snugfit.plans import Segment
+
+_SIMILAR_SHARE = 0.125
+"A repeated container is taken beside the largest if it holds at least this share of its parameters."
+
+
+def blocks(model: nn.Module, policy: str = "full") -> tuple[Segment, ...]:
+    """One segment per block of the model: children of containers that repeat one class (encoder and decoder both).
+
+    Raises:
+        PlanError: No container repeats a class.
+    """
+    return tuple(Segment((name,), policy) for chain in _chains(unwrapped(model)) for name in chain)
+
+
+def every(model: nn.Module, k: int, policy: str = "full") -> tuple[Segment, ...]:
+    """One segment per k-th block, counted from the first.
+
+    Raises:
+        PlanError: k below 1 or above the number of blocks.
+    """
+    names = [segment.modules[0] for segment in blocks(model)]
+    _check_range("k", k, len(names))
+    return tuple(Segment((name,), policy) for name in names[::k])
+
+
+def segments(model: nn.Module, n: int | None = None, policy: str = "full") -> tuple[Segment, ...]:
+    """Every chain of blocks cut into n runs of about the same length.
+
+    Args:
+        model: What is cut.
+        n: Runs per chain; None means the square root of the chain's length, rounded, which keeps the fewest tensors
+            when one run is recomputed at a time (Chen et al., arXiv 1604.06174).
+        policy: Of each segment.
+
+    Raises:
+        PlanError: n below 1 or above the number of blocks of the shortest chain.
+    """
+    chains = _chains(unwrapped(model))
+    if n is not None:
+        _check_range("n", n, min(map(len, chains)))
+    if n == 1:
+        warn(
+            "segments(model, 1) saves next to nothing: the recomputation of the one segment holds all of its tensors "
+            "at once; pass more segments, or None for the square root of the number of blocks"
+        )
+    found = []
+    for chain in chains:
+        number = round(math.sqrt(len(chain))) if n is None else n
+        cuts = [len(chain) * i // number for i in range(number + 1)]
+        found += [Segment(chain[a:b], policy) for a, b in pairwise(cuts)]
+    return tuple(found)
+
+
+def match(
+    model: nn.Module, what: str | type | Callable[[str, nn.Module], bool], policy: str = "full"
+) -> tuple[Segment, ...]:
+    """One segment per module that matches.
+
+    Args:
+        model: What is looked through.
+        what: A pattern of names such as ``"*.attn"``, a class of modules, or ``(name, module)`` to bool.
+        policy: Of each segment.
+
+    Raises:
+        PlanError: Nothing matches, or ``what`` is none of these.
+
+    Example:
+        >>> model = nn.ModuleDict({"attn": nn.Linear(2, 2), "mlp": nn.Linear(2, 2)})
+        >>> [segment.modules for segment in match(model, "at*")]
+        [('attn',)]
+    """
+    if isinstance(what, str):
+        pattern = what
+        wanted: Callable[[str, nn.Module], Any] = lambda name, _: fnmatch.fnmatchcase(name, pattern)  # noqa: E731
+    elif isinstance(what, type):
+        kind = what
+        wanted = lambda _, module: isinstance(module, kind)  # noqa: E731
+    elif callable(what):
+        wanted = what
+    else:
+        raise PlanError(
+            "this cannot be matched",
+            got=repr(what),
+            expected="a pattern of names, a class, or a function (name, module) -> bool",
+            hint='pass a pattern such as "*.attn"',
+        )
+    modules = {name: module for name, module in unwrapped(model).named_modules() if name}
+    found = [name for name, module in modules.items() if wanted(name, module)]
+    if not found:
+        raise PlanError(
+            "nothing matches" if not isinstance(what, str) else "a pattern matches no module",
+            got=repr(what),
+            expected=f"one of {len(modules)} names such as {next(iter(modules), 'none at all')}",
+            hint="print([name for name, _ in model.named_modules()])",
+        )
+    return tuple(Segment((name,), policy) for name in found)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The plain module inside of DDP."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def _chains(model: nn.Module) -> list[tuple[str, ...]]:
+    """The repeated containers worth recomputing, as the names of their children."""
+    found: list[tuple[str, type, int, tuple[str, ...]]] = []
+    for name, module in model.named_modules():
+        kinds = {type(child) for child in module.children()}
+        outer = any(name == other[0] or name.startswith(f"{other[0]}.") or not other[0] for other in found)
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= 2 and len(kinds) == 1 and not outer:
+            size = sum(parameter.numel() for parameter in module.parameters())
+            prefix = f"{name}." if name else ""
+            found.append((name, kinds.pop(), size, tuple(f"{prefix}{i}" for i, _ in module.named_children())))
+    if not found:
+        raise PlanError(
+            "the model has no repeated blocks",
+            got=type(model).__name__,
+            expected="an nn.ModuleList or nn.Sequential of at least two children of one class",
+            hint='name the modules yourself: snugfit.checkpointing.match(model, "*.attn")',
+        )
+    largest = max(found, key=lambda container: container[2])
+    return [
+        names for _, kind, size, names in found if kind is largest[1] or size >= _SIMILAR_SHARE * max(largest[2], 1)
+    ]
+
+
+def _check_range(name: str, value: int, limit: int) -> None:
+    if not isinstance(value, int) or not 1 <= value <= limit:
+        raise PlanError(
+            f"{name} does not fit the number of blocks",
+            got=f"{name}={value!r}",
+            expected=f"1 to {limit}",
+            hint=f"pass {name}=1",
+        )

@@ -1,0 +1,471 @@
+"""Every form of activation checkpointing: plain gradients bit for bit, and what is kept and what repeated."""
+
+import copy
+import dataclasses
+import gc
+import warnings
+import weakref
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from models import LinearStack, Transformer, gradients, token_batch, token_loss
+from snugfit import PlanError, Segment, UnsupportedError, is_recomputing
+from snugfit.training import offloading
+from snugfit.training.checkpointing import apply, blocks, every, match, segments
+from snugfit.training.torch_private import DispatchMode
+
+FORMS = {
+    "every block": blocks,
+    "every second": lambda model: every(model, 2),
+    "two runs": lambda model: segments(model, 2),
+    "square root": segments,
+    "attention": lambda model: match(model, "*.attn"),
+    "feed-forward": lambda model: match(model, "*.ff"),
+    "a class": lambda model: match(model, nn.LayerNorm),
+    "a predicate": lambda model: match(model, lambda name, module: name.count(".") == 1),
+    "keep-matmul": lambda model: blocks(model, "keep-matmul"),
+    "keep-attention": lambda model: blocks(model, "keep-attention"),
+    "own set": lambda model: blocks(model, "keep:addmm,native_layer_norm"),
+    "own set of random operations": lambda model: blocks(model, "keep:bernoulli,native_dropout,bmm"),
+    "runs that keep": lambda model: segments(model, 2, "keep-matmul"),
+    "offload": lambda model: blocks(model, "offload"),
+    "mixed": lambda model: (
+        Segment("blocks.0"),
+        Segment("blocks.1", "keep-matmul"),
+        Segment("blocks.2", "offload"),
+        Segment("blocks.3.attn"),
+    ),
+    "nested": lambda model: (
+        Segment(("blocks.0", "blocks.1", "blocks.2", "blocks.3")),
+        Segment(("blocks.0", "blocks.1")),
+        Segment(("blocks.2", "blocks.3")),
+        Segment("blocks.1.ff"),
+    ),
+    "kept inside of full": lambda model: (
+        Segment(("blocks.0", "blocks.1")),
+        Segment("blocks.0", "keep-matmul"),
+        Segment("blocks.3", "keep-matmul"),
+        Segment("blocks.3.ff"),
+    ),
+}
+
+
+class Counter(DispatchMode):
+    """How often each operation runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::")
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def counted(run):
+    with Counter() as counter:
+        run()
+    return counter.calls
+
+
+def trained_alike(model, twin, run, windows=2):
+    """Whether the gradients of two models stay equal bit for bit, window after window."""
+    for _ in range(windows):
+        for one in (model, twin):
+            torch.manual_seed(3)
+            one.zero_grad()
+            run(one).backward()
+        ours, theirs = gradients(model), gradients(twin)
+        if ours.keys() != theirs.keys() or not all(torch.equal(ours[name], theirs[name]) for name in ours):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_are_those_of_plain_training_bit_for_bit(form, autocast, monkeypatch):
+    monkeypatch.setattr(offloading, "MIN_BYTES", 1)
+    model = Transformer(depth=4, dropout=0.3)
+    twin = copy.deepcopy(model)
+    handle = apply(model, FORMS[form](model))
+    batch = token_batch(4)
+
+    def run(one):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            return token_loss(one, batch)
+
+    assert handle.covered
+    assert trained_alike(model, twin, run)
+    handle.remove()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert trained_alike(model, twin, run)
+
+
+def test_matrix_products_that_are_kept_are_not_run_again():
+    model = Transformer(depth=3)
+    batch = token_batch(4)
+    plain = counted(lambda: token_loss(model, batch).backward())
+    apply(model, blocks(model, "keep-matmul"))
+    kept = counted(lambda: token_loss(model, batch).backward())
+    products = ("addmm", "mm", "bmm", "baddbmm")
+    assert {name: kept.get(name) for name in products} == {name: plain.get(name) for name in products}
+    assert kept["native_layer_norm"] > plain["native_layer_norm"]
+
+
+def test_a_full_segment_repeats_everything_up_to_the_last_tensor_that_backward_needs():
+    class Chain(nn.Module):
+        def forward(self, x):
+            return x.sin().cos().exp() + 1  # nothing of the addition is saved
+
+    model = nn.Sequential(Chain())
+    apply(model, [Segment("0")])
+    x = torch.randn(4, requires_grad=True)
+    calls = counted(lambda: model(x).sum().backward())
+    # exp keeps its result, so all three run twice; the derivative of sin is a cos, that of cos a sin.
+    assert (calls["exp"], calls["add"]) == (2, 1)
+    assert calls["sin"] == calls["cos"] == 3
+
+
+def test_a_result_that_no_recomputation_asks_for_is_kept_once_only():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False)
+
+        def forward(self, x):
+            return self.down(self.up(x).relu())
+
+    model = nn.Sequential(Block())
+    apply(model, [Segment("0", "keep-matmul")])
+    x = torch.randn(4, 8, requires_grad=True)
+    seen = model[0].__dict__["forward"].run._seen
+    model(x).sum().backward()
+    assert {index for _, index in seen.unused} == {1}  # the result of down: backward needs relu's, no later one
+    first = counted(lambda: model(x).sum().backward())
+    assert first["mm"] == 2 + 4
+
+
+def test_c063_nested_regions_run_the_inner_function_three_times_at_most():
+    class Inner(nn.Module):
+        calls = 0
+
+        def forward(self, t):
+            Inner.calls += 1
+            return t.sin() * t
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, t):
+            return self.inner(t) ** 2
+
+    model = nn.Sequential(Outer())
+    apply(model, [Segment("0"), Segment("0.inner")])
+    t = torch.tensor(2.0, requires_grad=True)
+    model(t).backward()
+    plain = torch.tensor(2.0, requires_grad=True)
+    ((plain.sin() * plain) ** 2).backward()
+    assert torch.equal(t.grad, plain.grad)
+    assert t.grad.item() == pytest.approx(0.2800770, abs=1e-6)
+    assert Inner.calls <= 3
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@dataclasses.dataclass
+class Output:
+    value: torch.Tensor
+    aux: int
+
+
+@pytest.mark.parametrize("policy", ["full", "keep-matmul", "offload"])
+def test_c057_structures_of_inputs_and_outputs_are_kept(policy):
+    class Region(nn.Module):
+        def forward(self, given, *, scale, extra):
+            h = given["h"] ** 2
+            return Output(h, 3), Pair(h * scale["s"], h + extra[0]), (h, 1.5, None)
+
+    model = nn.Sequential(Region())
+    apply(model, [Segment("0", policy)])
+    h, s = torch.tensor(2.0, requires_grad=True), torch.tensor(5.0, requires_grad=True)
+    output, pair, rest = model[0]({"h": h}, scale={"s": s}, extra=[torch.tensor(1.0)])
+    assert type(output) is Output
+    assert output.aux == 3
+    assert type(pair) is Pair
+    assert rest[1:] == (1.5, None)
+    output.value.backward(retain_graph=True)
+    assert h.grad.item() == 4.0
+    pair.first.backward()
+    assert s.grad.item() == 4.0
+
+
+def test_c059_a_region_that_writes_into_its_input_is_a_clear_error():
+    class Region(nn.Module):
+        def forward(self, x):
+            return x.add_(1) ** 2
+
+    model = nn.Sequential(Region())
+    apply(model, [Segment("0")])
+    x = torch.tensor(2.0, requires_grad=True)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        model(x * 1).backward()
+
+
+def test_c059_instance_norm_and_an_in_place_activation_at_the_end():
+    model = nn.Sequential(nn.Sequential(nn.InstanceNorm2d(2), nn.ReLU(inplace=True)))
+    apply(model, [Segment("0")])
+    x = torch.ones(1, 2, 3, 3, requires_grad=True)
+    model(x).sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+
+
+def test_a_kept_result_that_is_written_over_later_is_the_one_of_its_operation():
+    class Region(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x):
+            h = self.inner(x)
+            h = h.sigmoid() + h.mul_(0.5).relu_()
+            return h.exp()
+
+    model = nn.Sequential(Region())
+    twin = copy.deepcopy(model)
+    apply(model, [Segment("0", "keep-matmul")])
+    x = torch.randn(5, 6)
+    assert trained_alike(model, twin, lambda one: one(x).sum())
+
+
+@pytest.mark.parametrize("policy", ["full", "keep-matmul", "keep-attention", "offload"])
+def test_several_backwards_through_one_forward_and_double_backward(policy, monkeypatch):
+    monkeypatch.setattr(offloading, "MIN_BYTES", 1)
+
+    def results(model, x):
+        y = model(x).sin()
+        first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+        second = torch.autograd.grad((y * 2).sum(), x, create_graph=True)[0]
+        return first, second, torch.autograd.grad(second.square().sum(), x)[0]
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    twin = copy.deepcopy(model)
+    apply(model, [Segment(("0", "1", "2"), policy)])
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    for ours, theirs in zip(results(model, x), results(twin, x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_dropout_behind_a_kept_random_operation_draws_the_same_mask():
+    class Region(nn.Module):
+        def forward(self, x):
+            first = torch.bernoulli(torch.full_like(x, 0.5))
+            return F.dropout(x * first * x, 0.5)
+
+    model = nn.Sequential(Region())
+    apply(model, [Segment("0", "keep:bernoulli")])
+    x = torch.randn(1000, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert torch.equal(x.grad != 0, y != 0)
+
+
+def test_a_routing_decision_is_kept_even_where_the_second_run_would_decide_otherwise():
+    class Router(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.noise = 0.0
+
+        def forward(self, x):
+            scores = x.detach() * torch.tensor([1.0, 1.0 + (1.0 if is_recomputing() else -1.0)])
+            best = scores.topk(1).indices
+            return x.gather(-1, best).square()
+
+    model = nn.Sequential(Router())
+    apply(model, [Segment("0")])
+    x = torch.ones(1, 2, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad.tolist() == [[2.0, 0.0]]
+
+
+def test_a_list_that_a_segment_adds_to_is_added_to_once():
+    class Region(nn.Module):
+        def forward(self, x, seen):
+            seen.append(float(len(seen)))
+            return (x * (seen[-1] + 1)).sin()
+
+    model = nn.Sequential(Region())
+    apply(model, [Segment("0")])
+    seen = [0.0]
+    x = torch.tensor(2.0, requires_grad=True)
+    model[0](x, seen).backward()
+    assert seen == [0.0, 1.0]
+    assert x.grad.item() == pytest.approx(2 * torch.tensor(4.0).cos().item())
+
+
+def saved_bytes(run):
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(storages.values())
+
+
+def test_c067_a_frozen_prefix_is_not_recomputed():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    for layer in model[:2]:
+        layer.requires_grad_(False)
+    apply(model, [Segment("0"), Segment("1")])
+    x = torch.randn(32, 64)
+    calls = counted(lambda: model(x).sum().backward())
+    assert calls["addmm"] == 3
+    assert saved_bytes(lambda: model(x)) == 32 * 64 * 4
+
+
+def test_c068_more_segments_than_layers_one_segment_and_a_first_layer_with_two_inputs():
+    stack = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(PlanError, match="n=3"):
+        segments(stack, 3)
+    with pytest.warns(UserWarning, match="saves next to nothing"):
+        segments(stack, 1)
+
+    class Two(nn.Module):
+        def forward(self, x, y):
+            return x * y
+
+    class Scaled(nn.Module):
+        def forward(self, x, y):
+            return x * 3
+
+    chain = nn.ModuleList([Two(), Scaled()])
+    apply(chain, [Segment(("0", "1"))])
+    x, y = torch.tensor(2.0, requires_grad=True), torch.tensor(5.0, requires_grad=True)
+    chain[1](chain[0](x, y), y).backward()
+    assert (x.grad.item(), y.grad.item()) == (15.0, 6.0)
+
+
+def test_the_square_root_is_the_default_number_of_segments():
+    assert [len(segment.modules) for segment in segments(LinearStack(depth=9))] == [3, 3, 3]
+
+
+def test_c069_a_model_that_is_checkpointed_by_its_own_library_is_refused_by_name():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32, n_positions=16, use_cache=False)
+    model = transformers.GPT2LMHeadModel(config)
+    for module in model.modules():  # what the library's own switch sets
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = True
+    with pytest.raises(UnsupportedError, match="gradient_checkpointing_disable"):
+        apply(model, blocks(model))
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = False
+    assert apply(model, blocks(model)).covered == ("transformer.h.0", "transformer.h.1")
+
+
+def test_c069_torch_s_own_checkpoint_wrapper_is_refused_by_name():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = LinearStack(depth=2)
+    model.layers[0] = checkpoint_wrapper(model.layers[0])
+    with pytest.raises(UnsupportedError, match="own library"):
+        apply(model, blocks(LinearStack(depth=2)))
+
+
+def test_c070_nothing_lives_on_after_backward_without_a_collection():
+    class Region(nn.Module):
+        def forward(self, x, box):
+            box.output = x.sin() * x
+            return box.output
+
+    class Box:
+        output = None
+
+    model = nn.Sequential(Region())
+    apply(model, [Segment("0", "keep-matmul")])
+    gc.disable()
+    try:
+        box = Box()
+        reference = weakref.ref(box)
+        x = torch.randn(3, requires_grad=True)
+        model[0](x, box).sum().backward()
+        del box
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("policy", ["full", "keep-matmul", "offload"])
+def test_without_gradients_no_form_does_anything(policy):
+    model = Transformer(depth=2)
+    apply(model, blocks(model, policy))
+    batch = token_batch(2)
+    with torch.no_grad():
+        assert saved_bytes(lambda: token_loss(model, batch)) == 0
+
+
+def test_a_tensor_that_is_changed_after_it_was_saved_is_an_error_when_offloaded_too(monkeypatch):
+    monkeypatch.setattr(offloading, "MIN_BYTES", 1)
+
+    class Region(nn.Module):
+        def forward(self, x):
+            h = x * 2
+            y = h * h
+            h.add_(1)
+            return y
+
+    model = nn.Sequential(Region())
+    apply(model, [Segment("0", "offload")])
+    with pytest.raises(PlanError, match="in place"):
+        model(torch.ones(3, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("policy", "named"),
+    [("keep:mmm", "mmm"), ("keep:", "''"), ("keep:mm,add_", "add_")],
+)
+def test_own_sets_that_cannot_be_kept_are_refused_by_name(policy, named):
+    model = LinearStack()
+    with pytest.raises(PlanError) as caught:
+        apply(model, [Segment("layers.0", policy)])
+    assert named in caught.value.got
+    with pytest.raises(PlanError):
+        Segment("layers.0", "keep-everything")
+
+
+@pytest.mark.parametrize("nothing", ["*.attention", nn.Conv2d, lambda name, module: False, 3])
+def test_what_matches_nothing_is_refused(nothing):
+    with pytest.raises(PlanError):
+        match(Transformer(), nothing)
+
+
+def test_applying_nested_segments_again_changes_nothing_and_either_handle_may_go_first():
+    model = Transformer(depth=2)
+    chosen = [Segment(("blocks.0", "blocks.1")), Segment("blocks.0"), Segment("blocks.0.ff")]
+    first, second = apply(model, chosen), apply(model, chosen)
+    before = model.blocks[0].__dict__["forward"]
+    first.remove()
+    assert model.blocks[0].__dict__["forward"] is before
+    second.remove()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_no_form_warns_on_an_ordinary_model():
+    model = Transformer(depth=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for chosen in FORMS.values():
+            apply(model, chosen(model)).remove()
