@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from models import LinearStack, Transformer, gradients, token_batch, token_loss
-from snugfit import PlanError, Segment, UnsupportedError, is_recomputing
+from snugfit import Engine, Plan, PlanError, Segment, UnsupportedError, is_recomputing
 from snugfit.training import offloading
 from snugfit.training.checkpointing import apply, blocks, every, match, segments
 from snugfit.training.torch_private import DispatchMode
@@ -469,3 +469,28 @@ def test_no_form_warns_on_an_ordinary_model():
         warnings.simplefilter("error")
         for chosen in FORMS.values():
             apply(model, chosen(model)).remove()
+
+
+@pytest.mark.parametrize("second", [lambda x: torch.cat([x, x]).sin().cos(), torch.sin])
+def test_a_recomputation_that_differs_is_an_error_that_names_the_segment(second):
+    class Changing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            x = x * self.weight
+            return (second(x) if is_recomputing() else x.sin().cos()).sum()
+
+    model = nn.ModuleDict({"fine": nn.Linear(3, 3), "changing": Changing()})
+    plan = Plan(batch_size=2, micro_batch_size=2, recompute=(Segment("fine"), Segment("changing")))
+    engine = Engine(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        plan,
+        loss=lambda model, x: model["changing"](model["fine"](x)),
+    )
+    with pytest.raises(UnsupportedError, match="is_recomputing") as caught:
+        engine.step(torch.ones(2, 3))
+    assert caught.value.names == ("changing",)
+    assert "Recomputed values" in caught.value.got or "different number of tensors" in caught.value.got

@@ -1,6 +1,6 @@
 """Errors of a window that torch, or a user's function, words so that nobody finds the cause: said again, by name.
 
-Entry points: ``explained``, and ``note`` for errors that keep their type. What ran out of memory is ``recovery``'s.
+Entry points: ``explained``, ``of_backward``, and ``note`` for errors that keep their type. What ran out of memory is ``recovery``'s.
 """
 
 from collections.abc import Sequence
@@ -8,9 +8,10 @@ from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
-from snugfit.errors import BatchError, PlanError, SnugfitError, warn
-from snugfit.training import splitting
+from snugfit.errors import BatchError, PlanError, SnugfitError, UnsupportedError, warn
+from snugfit.training import recomputation, splitting
 
 _SECOND_BACKWARD = "backward through the graph a second time"
 _TOO_FEW_VALUES = "Expected more than 1"
@@ -40,6 +41,28 @@ def explained(error: Exception, micro_batch: Any, i: int, number: int, model: nn
         return _graph_of_the_batch(micro_batch, i)
     if isinstance(error, ValueError) and str(error).startswith(_TOO_FEW_VALUES):
         return _too_few_values(error, i, number, model)
+    return None
+
+
+def of_backward(error: RuntimeError, i: int) -> SnugfitError | None:
+    """A better error for one that torch's backward of micro-batch i raised, or None if there is nothing to add."""
+    if _SECOND_BACKWARD in str(error):
+        return PlanError(
+            "two losses share a graph that the first of them has freed",
+            got=f"another backward in micro-batch {i}: {str(error).partition('(')[0].strip()}",
+            expected="losses that share a graph in one call",
+            hint="return them together from the loss function, or call window.backward([first, second])",
+        )
+    if isinstance(error, CheckpointError):
+        told = str(error).partition("Tip:")[0].removeprefix("torch.utils.checkpoint:").split()
+        return UnsupportedError(
+            "a segment was not computed the same way again, so its gradients would be of another function",
+            got=f"segment {', '.join(recomputation.last_repeated()) or 'of the model itself'}: {' '.join(told)}",
+            expected="a forward that depends on its inputs, weights and torch's random numbers alone",
+            hint="look for counters, caches, Python's random or numpy in it; ask snugfit.is_recomputing() where the "
+            "second run has to act like the first, or leave this module out of recompute",
+            names=recomputation.last_repeated(),
+        )
     return None
 
 

@@ -26,6 +26,15 @@ def is_recomputing() -> bool:
     return _recomputing.get()
 
 
+_last: list[tuple[str, ...]] = [()]
+"Of the segment that was repeated last, on whatever thread backward ran."
+
+
+def last_repeated() -> tuple[str, ...]:
+    """The modules of the segment that was repeated last: where torch finds that a repetition differs, this one."""
+    return _last[0]
+
+
 class FirstForward:
     """Context of a segment's forward: copies the buffers that it may change, and keeps results.
 
@@ -62,10 +71,11 @@ class Recomputation:
 
     Args:
         forward: The context of the forward that is repeated.
+        names: Of the segment's modules.
     """
 
-    def __init__(self, forward: FirstForward) -> None:
-        self._forward = forward
+    def __init__(self, forward: FirstForward, names: tuple[str, ...]) -> None:
+        self._forward, self._names = forward, names
         self._entered: list[tuple[Token[bool], list[Tensor | None], Any]] = []
 
     def __enter__(self) -> None:
@@ -82,6 +92,7 @@ class Recomputation:
 
     def __exit__(self, *raised: Any) -> None:
         token, present, mode = self._entered.pop()
+        _last[0] = self._names
         if mode is not None and self._forward.results is not None:
             mode.__exit__(*raised)
             self._forward.results.end()

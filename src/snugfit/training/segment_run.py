@@ -93,7 +93,7 @@ class Run:
             run,
             *values,
             use_reentrant=False,
-            context_fn=lambda: (forward, Recomputation(forward)),
+            context_fn=lambda: (forward, Recomputation(forward, self.segment.modules)),
         )
 
     def _chain(self, *args: Any, **kwargs: Any) -> Any:

@@ -351,14 +351,10 @@ class Window:
             leaves = [p for p in self._model.parameters() if p.requires_grad] if inputs is None else inputs
             found = torch.autograd.grad(tensor, leaves, retain_graph=retain, allow_unused=True)
         except RuntimeError as error:
-            if "backward through the graph a second time" not in str(error):
+            better = failures.of_backward(error, self._index)
+            if better is None:
                 raise
-            raise PlanError(
-                "two losses share a graph that the first of them has freed",
-                got=f"another backward in micro-batch {self._index}: {str(error).partition('(')[0].strip()}",
-                expected="losses that share a graph in one call",
-                hint="return them together from the loss function, or call window.backward([first, second])",
-            ) from error
+            raise better from error
         for parameter, gradient in zip(leaves, found, strict=True):
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
