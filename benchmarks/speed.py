@@ -35,10 +35,27 @@ start = time.perf_counter()
 {call}
 print(time.perf_counter() - start, peak() - before)
 """
+SIMULATE = """
+import random, time
+from snugfit.memory.allocator import simulate
+from snugfit.memory.allocator_settings import parse
+chance, sizes, events, alive = random.Random(0), [], [], []
+for index in range(1, 200_001):
+    sizes.append(chance.choice((512, 4096, chance.randrange(1, 2**20), chance.randrange(2**20, 2**26))))
+    events.append(index)
+    alive.append(index)
+    if len(alive) > 400:
+        events.append(-alive.pop(chance.randrange(len(alive))))
+start = time.perf_counter()
+simulate(sizes, events, settings=parse("{settings}"))
+print((time.perf_counter() - start) * 1e6 / len(events), 0)
+"""
 ESTIMATE = 'estimate(job, snugfit.Plan(batch_size=32, micro_batch_size=32), "rtx-3060-12gb")'
 PLAN = 'plan(job, "{device}", batch_size=32)'
 ROWS = (
     ("import snugfit, above import torch", IMPORTS, 10, "0.2 s"),
+    ("1,000,000 events of the simulated allocator", SIMULATE.format(settings=""), 3, "5 s"),
+    ("with expandable segments", SIMULATE.format(settings="expandable_segments:True"), 3, "5 s"),
     ("estimate of BERT-large, batch 32, 512 tokens", CALL.format(call=ESTIMATE), 5, "4 s, 0.7 GB"),
     ("plan of BERT-large for 12 GB", CALL.format(call=PLAN.format(device="rtx-3060-12gb")), 3, "15 s"),
     ("plan of BERT-large for 8 GB", CALL.format(call=PLAN.format(device="rtx-3060-8gb")), 3, "15 s"),

@@ -1,22 +1,23 @@
-"""The simulated CUDA caching allocator: each rule by hand, invariants, and recordings of real GPUs to the byte."""
+"""The simulated CUDA caching allocator: each rule by hand, invariants, and a second allocator to compare with.
 
-import gzip
-import json
-from bisect import bisect_right
+Recordings of real GPUs, to the byte, are in ``test_replay.py``.
+"""
+
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from naive_allocator import FREE, Naive, OutOfMemory
 from snugfit.errors import DeviceMemoryError
-from snugfit.memory.allocator import CachingAllocator, segment_bytes, simulate
+from snugfit.memory import fragmentation
+from snugfit.memory.allocator import NOT_FRAGMENTED, CachingAllocator, segment_bytes, simulate
+from snugfit.memory.allocator_settings import AllocatorSettings
+from snugfit.memory.expandable_segments import ExpandableAllocator
 from snugfit.sizes import KIB, MIB
 
-TRACES = Path(__file__).resolve().parents[1].parent / "shared" / "groundtruth" / "traces"
-SEGMENT_ALLOC, SEGMENT_FREE, ALLOC, FREED = 3, 4, 0, 2
+EXPANDABLE = AllocatorSettings(expandable_segments=True)
 
 
 @pytest.mark.parametrize(
@@ -248,88 +249,147 @@ def test_a_limit_of_peak_reserved_is_enough_and_less_than_the_live_bytes_is_not(
             simulate(sizes, events, limit_bytes=most - 1)
 
 
-@pytest.mark.skipif(not TRACES.is_dir(), reason="the recordings of real GPUs are not on this machine (../shared)")
-@pytest.mark.parametrize("path", sorted(TRACES.glob("*.json.gz")), ids=lambda path: path.name.split(".")[0])
-def test_a_recording_of_a_real_gpu_is_reproduced_address_by_address(path):
-    trace = json.loads(gzip.decompress(path.read_bytes()))
-    announced: list[tuple[int, int]] = []
-
-    def place(size: int) -> int:
-        address, recorded = announced.pop(0)
-        assert size == recorded, "a new segment has the recorded size"
-        return address
-
-    allocator = _start_of(trace, CachingAllocator(place=place))
-    assert allocator.reserved_bytes == trace["checks"]["start_reserved"]
-    released: set[int] = set()
-    for kind, address, size, stream in trace["events"]:
-        if kind == SEGMENT_FREE:
-            if not released:
-                held = allocator.segments
-                allocator.empty_cache()
-                released = set(held) - set(allocator.segments)
-            released.remove(address)
-            continue
-        assert not released, "the recording released as many segments as the simulator"
-        if kind == SEGMENT_ALLOC:
-            announced.append((address, size))
-        elif kind == ALLOC:
-            assert allocator.malloc(address, size, stream) == address
-        elif kind == FREED:
-            allocator.free(address)
-    assert not announced, "each recorded segment was needed"
-    assert allocator.peak_reserved_bytes == trace["checks"]["peak_reserved"]
-    assert allocator.reserved_bytes == trace["checks"]["end_reserved"]
-    assert allocator.allocated_bytes == trace["checks"]["end_allocated_from_segments"]
+@st.composite
+def histories(draw):
+    """What a program does: requests on two streams, frees, emptied caches; under any setting and on any device."""
+    steps = st.one_of(
+        st.tuples(st.just("malloc"), REQUESTS.filter(bool), st.sampled_from([0, 0, 0, 7])),
+        st.tuples(st.just("free"), st.integers(0, 99)),
+        st.tuples(st.just("free"), st.integers(0, 99)),
+        st.tuples(st.sampled_from(["empty", *["malloc"] * 9]), st.integers(MIB, 12 * MIB), st.just(0)),
+    )
+    divisions = draw(st.one_of(st.none(), st.lists(st.sampled_from([0, 2, 4]), min_size=16, max_size=16)))
+    limit = draw(st.one_of(st.none(), st.integers(20, 200).map(lambda mib: mib * MIB)))
+    return draw(st.lists(steps, max_size=80)), divisions, limit, draw(st.integers(0, 9))
 
 
-def _start_of(trace: dict[str, Any], allocator: CachingAllocator) -> CachingAllocator:
-    """The allocator's state when the recording began: the final segments with the recorded events undone."""
-    segments = {address: (size, bool(large), stream) for address, size, large, stream, _ in trace["final_segments"]}
-    for kind, address, size, stream in reversed(trace["events"]):
-        if kind == SEGMENT_ALLOC:
-            del segments[address]
-        elif kind == SEGMENT_FREE:
-            segments[address] = (size, size != 2 * MIB, stream)
-    live = {address: -(-size // 512) * 512 for address, size in trace["initial_live"]}
-    blocks = {address: live[address] + tail for address, tail in _tails(trace, live, segments).items()}
-    for start, (size, large, stream) in segments.items():
-        inside = [(a, a - start, blocks[a]) for a in live if start <= a < start + size]
-        allocator.adopt_segment(start, size, is_small=not large, blocks=inside, stream=stream)
-    return allocator
+@pytest.mark.parametrize("is_expandable", [False, True], ids=["segments", "expandable segments"])
+@given(histories())
+def test_every_address_is_that_of_a_second_allocator_that_looks_at_every_block(is_expandable, history):
+    steps, divisions, limit, seed = history
+    slow = Naive(expandable=is_expandable, divisions=divisions, limit=limit, seed=seed)
+    places, ask_driver = [], slow.driver_address
+    slow.driver_address = lambda size: places.append(ask_driver(size)) or places[-1]
+    rounding = AllocatorSettings(roundup_power2_divisions=tuple(divisions or ()))
+    kind = ExpandableAllocator if is_expandable else CachingAllocator
+    fast = kind(limit, lambda _: places.pop(0), rounding)
+    live = []
+    for key, (what, *arguments) in enumerate(steps):
+        if what == "malloc":
+            try:
+                live.append((key, slow.malloc(*arguments)))
+            except OutOfMemory:
+                with pytest.raises(DeviceMemoryError):
+                    fast.malloc(key, *arguments)
+            else:
+                assert fast.malloc(key, *arguments) == live[-1][1]
+        elif what == "free" and live:
+            name, address = live.pop(arguments[0] % len(live))
+            slow.free(address)
+            fast.free(name)
+        elif what == "empty":
+            slow.empty_cache()
+            fast.empty_cache()
+        free = [b["size"] for chain in slow.chains for b in chain["blocks"] if b["state"] == FREE]
+        assert (fast.reserved_bytes, fast.allocated_bytes) == (slow.reserved, slow.allocated)
+        assert fast.largest_free_bytes == max(free, default=0)
+        assert not places
+    held, releasable = slow.reserved, fast.releasable_bytes
+    slow.empty_cache()
+    assert releasable == held - slow.reserved
 
 
-def _tails(trace: dict[str, Any], live: dict[int, int], segments: dict[int, tuple[int, bool, int]]) -> dict[int, int]:
-    """Bytes behind each first block that belong to it: known for survivors, else read from the gap behind.
+def test_expandable_small_requests_grow_by_pages_of_2_mib_and_large_ones_of_20():
+    allocator = ExpandableAllocator()
+    for key, requested, reserved in ((1, 512, 2), (2, MIB, 2), (3, MIB, 4), (4, 2 * MIB, 24), (5, 30 * MIB, 44)):
+        allocator.malloc(key, requested)
+        assert allocator.reserved_bytes == reserved * MIB
+    assert allocator.block_bytes(5) == 30 * MIB, "18 MiB were free in the first page: 12 MiB were lacking, one page"
 
-    Blocks of the large pool exceed 1 MiB, so a smaller gap is a tail. A larger gap may be a tail and a free block;
-    the first allocation made in it while the block lives shows where the free block begins.
+
+def test_expandable_blocks_are_always_split_and_join_into_one():
+    allocator = ExpandableAllocator()
+    start = allocator.malloc(1, 11 * MIB + 512)
+    assert allocator.malloc(2, 5 * MIB) == start + 11 * MIB + 512
+    assert allocator.block_bytes(1) == 11 * MIB + 512, "no tail"
+    allocator.free(1)
+    allocator.free(2)
+    assert allocator.malloc(3, 20 * MIB) == start
+    assert allocator.reserved_bytes == 20 * MIB
+
+
+def test_expandable_search_prefers_a_block_that_cannot_grow():
+    allocator = ExpandableAllocator()
+    start = allocator.malloc(1, 8 * MIB)
+    allocator.malloc(2, 5 * MIB)
+    allocator.free(1)
+    assert allocator.malloc(3, 6 * MIB) == start, "the 7 MiB at the end would fit more tightly, but can grow"
+
+
+def test_expandable_flush_gives_back_the_pages_inside_free_blocks_and_fills_the_lowest_hole_first():
+    allocator = ExpandableAllocator(limit_bytes=120 * MIB)
+    start = allocator.malloc(1, 50 * MIB)
+    allocator.malloc(2, 40 * MIB)
+    assert allocator.reserved_bytes == 100 * MIB
+    allocator.free(1)
+    assert allocator.empty_cache() == [(start, 40 * MIB)], "two whole pages of two and a half; 10 MiB at the end less"
+    assert allocator.reserved_bytes == 60 * MIB
+    assert allocator.malloc(3, 30 * MIB) == start, "the hole of 40 MiB unmapped and 10 free holds it"
+    assert allocator.reserved_bytes == 100 * MIB, "30 MiB of unmapped addresses: two pages"
+    with pytest.raises(DeviceMemoryError, match=r"request of 40\.00 MiB"):
+        allocator.malloc(4, 40 * MIB)
+    allocator.malloc(5, 20 * MIB)
+    assert allocator.allocated_bytes == 90 * MIB, "a refusal leaves the allocator usable"
+
+
+def test_fragmentation_is_what_is_reserved_and_free_when_reserved_peaks():
+    sizes = [12 * MIB, 3 * MIB, 4 * MIB, 18 * MIB, 512]
+    simulation = simulate(sizes, [1, 2, 3, -1, -3, 4, -4, 5])
+    peak = simulation.at_reserved_peak
+    assert simulation.reserved_changes == ((0, 12 * MIB), (1, 32 * MIB), (5, 50 * MIB), (7, 52 * MIB))
+    assert (peak.index, peak.reserved_bytes, peak.allocated_bytes) == (7, 52 * MIB, 3 * MIB + 512)
+    assert peak.releasable_bytes == 30 * MIB, "the segments of 12 and 18 MiB"
+    assert peak.fragment_bytes == 17 * MIB + 2 * MIB - 512, "beside the 3 MiB, and beside the 512 B"
+    assert peak.largest_free_bytes == 18 * MIB
+    assert simulate([], []).at_reserved_peak == NOT_FRAGMENTED
+
+
+@given(streams(), st.booleans())
+def test_reserved_is_allocated_and_releasable_and_fragments(stream, is_expandable):
+    sizes, events, _ = stream
+    simulation = simulate(sizes, events, settings=EXPANDABLE if is_expandable else None)
+    peak = simulation.at_reserved_peak
+    assert peak.reserved_bytes == simulation.peak_reserved_bytes
+    assert peak.allocated_bytes + peak.releasable_bytes + peak.fragment_bytes == peak.reserved_bytes
+    assert min(peak.releasable_bytes, peak.fragment_bytes) >= 0
+    assert max((reserved for _, reserved in simulation.reserved_changes), default=0) == simulation.peak_reserved_bytes
+
+
+def test_c093_a_device_that_live_bytes_fill_to_six_tenths_is_full_of_fragments():
+    """Twelve batches of 20.1 to 21.2 MiB, each longer than the last; of each 11.5 MiB are kept in its place.
+
+    What is kept leaves less than a batch in each segment of 22 MiB: live bytes reach 11 x 11.5 + 21.2 = 147.7 MiB,
+    reserved ones 12 x 22 = 264, and a flush gives nothing back.
     """
-    addresses, starts = sorted(live), sorted(segments)
-    freed = {event[1] for event in trace["events"] if event[0] == FREED}
-    survivors = {
-        start + offset: size
-        for start, _, _, _, blocks in trace["final_segments"]
-        for offset, size, _, active in blocks
-        if active and start + offset in live and start + offset not in freed
-    }
-    first_in_gap: dict[int, int] = {}
-    dead: set[int] = set()
-    for kind, address, _, _ in trace["events"]:
-        before = addresses[bisect_right(addresses, address) - 1] if addresses and address > addresses[0] else None
-        if kind == FREED:
-            dead.add(address)
-        elif kind == ALLOC and before is not None and before not in dead:
-            first_in_gap.setdefault(before, address)
-    tails = {}
-    for index, address in enumerate(addresses):
-        start = starts[bisect_right(starts, address) - 1]
-        size, large, _ = segments[start]
-        following = min(start + size, *addresses[index + 1 : index + 2] or [start + size])
-        end = address + live[address]
-        reused = first_in_gap.get(address, following)
-        tail = (reused if reused < following else following) - end
-        tails[address] = tail if large and tail <= MIB else 0
-        if address in survivors:
-            tails[address] = survivors[address] - live[address]
-    return tails
+    sizes, events = [], []
+    for batch in range(12):
+        sizes += [20 * MIB + (batch + 1) * MIB // 10, 11 * MIB + MIB // 2]
+        events += [2 * batch + 1, -(2 * batch + 1), 2 * batch + 2]
+    live = 11 * (11 * MIB + MIB // 2) + -(-sizes[-2] // 512) * 512
+    device = live * 10 // 6
+    simulation = simulate(sizes, events)
+    assert live <= simulation.peak_allocated_bytes <= live + MIB, "the tail of the batch's block besides"
+    assert simulation.peak_reserved_bytes == 12 * 22 * MIB > device
+    with pytest.raises(DeviceMemoryError):
+        simulate(sizes, events, limit_bytes=device)
+    assert simulate(sizes, events, limit_bytes=device, settings=EXPANDABLE).peak_reserved_bytes == 160 * MIB
+    said = " ".join(fragmentation.advice(sizes, events, simulation))
+    for part in (
+        "264.00 MiB",
+        "expandable_segments:True",
+        "160.00 MiB",
+        "not together with max_split_size",
+        "bucket",
+    ):
+        assert part in said
+    assert fragmentation.advice(sizes[:1], [1], simulate(sizes[:1], [1])) == ()

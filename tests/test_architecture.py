@@ -16,7 +16,7 @@ ROOMS = {
     "integrations": {"training", "memory", "planning", "integrations"},
 }
 APART = {"splitting", "counting", "precision", "checkpointing", "norms"}
-PRIVATE_TORCH = {"training/torch_private.py", "memory/torch_private.py"}
+PRIVATE_TORCH = {"training/torch_private.py", "memory/torch_private.py", "memory/fake_mode.py"}
 MAX_LINES = 400
 
 

@@ -67,8 +67,8 @@ def loss_raises():
     return make(loss=lambda model, batch: model(batch["z"]))
 
 
-def reads_a_value():
-    return make(loss=lambda model, batch: model(batch["x"]).mean() * model(batch["x"]).mean().item())
+def picks_by_value():
+    return make(loss=lambda model, batch: model(batch["x"])[model(batch["x"]) > 0].mean())
 
 
 def exits():
@@ -147,7 +147,7 @@ BAD = {
     "a loss that is a vector": (["estimate", "jobs.py:vector", "--device", "cpu"], "32"),
     "a loss that is no tensor": (["estimate", "jobs.py:no_tensor", "--device", "cpu"], "float"),
     "a loss that raises": (["estimate", "jobs.py:loss_raises", "--device", "cpu"], "KeyError"),
-    "an operation that needs values": (["estimate", "jobs.py:reads_a_value", "--device", "cpu"], "item"),
+    "an operation that needs values": (["estimate", "jobs.py:picks_by_value", "--device", "cpu"], "index.Tensor"),
     "measuring a card that is not here": (["measure", "jobs.py", "--device", "rtx-3060-12gb"], "estimate"),
     "a cut-off plan": (["train", "jobs.py", "--steps", "1", "--plan", "cut.json"], "cut.json"),
     "a plan with unknown keys": (["train", "jobs.py", "--steps", "1", "--plan", "keys.json"], "'extra'"),
@@ -464,3 +464,155 @@ def test_a_saved_window_is_diagnosed_under_its_own_plan(jobs, call):
     status, out, _ = call("diagnose", "jobs.py:nan_loss", "--window", "runs/jobs/nonfinite.pt", "--json")
     assert status == 1
     assert json.loads(out)["plan"]["micro_batch_size"] == 5
+
+
+STEPS = """
+import torch
+import snugfit
+from torch import nn
+
+
+def make_step(seq=8, width=64):
+    model = nn.Sequential(nn.Embedding(100, width), nn.Linear(width, 100))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.zeros(4, seq, dtype=torch.long)
+
+    def step():
+        logits = model(ids)
+        nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def make_step_that_raises():
+    raise ValueError("no such file")
+
+
+def builds():
+    return make_step()
+
+
+make_step_5 = 5
+"""
+ESTIMATED = {"plan", "budget_bytes", "needed_bytes", "fits", "memory", "what_if", "measured", "comparison"}
+
+
+@pytest.fixture
+def steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "steps.py").write_text(STEPS)
+    return "steps.py"
+
+
+@pytest.mark.parametrize("target", ["steps.py", "steps.py:make_step"])
+def test_a_step_of_one_s_own_is_estimated_as_trace_does(target, steps, call):
+    status, out, err = call("estimate", target, "--device", "t4", "--seq", 512, "--json")
+    assert (status, err) == (cli.DONE, "")
+    document = json.loads(out)
+    assert set(document) == ESTIMATED
+    assert document["plan"] is None
+    scope = {}
+    exec(STEPS, scope)
+    assert document["memory"] == snugfit.trace(lambda: scope["make_step"](seq=512), "t4").to_dict()
+
+
+def test_a_step_s_table_says_which_step(steps, call):
+    status, out, _ = call("estimate", steps, "--device", "t4")
+    assert status == cli.DONE
+    assert out.startswith("step:   steps.py\ndevice: t4, modelled\n")
+    assert out.rstrip().endswith("fits (modelled)")
+
+
+STEPS_REFUSED = {
+    "a micro-batch": (["estimate", "steps.py", "--micro-batch", "2"], "--micro-batch"),
+    "a plan": (["estimate", "steps.py:make_step", "--plan", "plan.json", "--world-size", "2"], "--plan, --world-size"),
+    "a comparison": (["estimate", "steps.py", "--device", "cpu", "--compare"], "--compare"),
+    "another command": (["plan", "steps.py:make_step"], "snugfit estimate steps.py:make_step"),
+    "what raises": (["estimate", "steps.py:make_step_that_raises", "--device", "t4"], "ValueError"),
+    "a number": (["estimate", "steps.py:make_step_5", "--device", "t4"], "int"),
+    "a name that is missing": (["estimate", "steps.py:make_stop", "--device", "t4"], "steps.py:make_step"),
+    "a size that it does not take": (["estimate", "steps.py", "--device", "t4", "--image", "64"], "image"),
+    "another name": (["estimate", "steps.py:builds", "--device", "t4"], "name it make_step"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS_REFUSED)
+def test_what_a_step_cannot_do_is_one_message_of_four_parts(name, steps, call):
+    words, part = STEPS_REFUSED[name]
+    status, out, err = call(*words)
+    assert (status, out) == (cli.USER_ERROR, "")
+    assert_four_parts(err)
+    assert part in err
+
+
+def test_compare_measures_here_and_shows_the_difference_by_category(jobs, call):
+    words = ("estimate", jobs, "--device", "cpu", "--batch", 4, "--compare")
+    status, out, err = call(*words, "--no-what-if")
+    assert (status, err) == (cli.DONE, "")
+    assert "estimated against CPU-measured" in out
+    status, out, _ = call(*words, "--json")
+    document = json.loads(out)
+    assert set(document) == ESTIMATED
+    assert document["measured"]["label"] == "CPU-measured"
+    compared = document["comparison"]
+    assert set(compared) == {"peak_allocated", "peak_reserved", "by_category", "phases"}
+    parts = compared["by_category"].values()
+    assert sum(part["difference_bytes"] for part in parts) == compared["peak_allocated"]["difference_bytes"]
+
+
+def test_a_card_that_is_not_here_cannot_be_compared_with(jobs, call):
+    status, out, err = call("estimate", jobs, "--device", "t4", "--compare")
+    assert (status, out) == (cli.USER_ERROR, "")
+    assert_four_parts(err)
+    assert "--compare --device cpu" in err
+
+
+def test_what_if_lines_are_printed_and_in_the_document_when_asked_for(jobs, call):
+    words = ("estimate", "jobs.py:large", "--device", "rtx-3060-12gb", "--batch", 64)
+    status, out, _ = call(*words, "--what-if")
+    assert status == cli.DONE
+    assert "what if" in out
+    assert "micro-batch 32" in out
+    _, out, _ = call(*words, "--json", "--what-if")
+    (first, *_) = json.loads(out)["what_if"]
+    assert set(first) == {
+        "change",
+        "freed_bytes",
+        "needed_bytes",
+        "peak_allocated_bytes",
+        "peak_reserved_bytes",
+        "plan",
+    }
+    _, out, _ = call(*words, "--json")
+    assert json.loads(out)["what_if"] is None
+    _, out, _ = call(*words, "--no-what-if")
+    assert "what if" not in out
+    assert "--what-if" not in out
+
+
+def test_nothing_is_traced_again_unasked_where_it_would_take_long(jobs, call, monkeypatch):
+    monkeypatch.setattr(cli.estimates, "_PATIENCE_S", 0.0)
+    _, out, _ = call("estimate", jobs, "--device", "t4")
+    assert "--what-if" in out
+    assert "frees" not in out
+
+
+def test_an_estimate_shows_holders_phases_both_windows_and_the_margin_in_80_columns(jobs, call, monkeypatch):
+    monkeypatch.setattr(cli.tables, "_WIDTH_OF_FILES", 80)
+    _, out, _ = call("estimate", jobs, "--device", "rtx-3060-12gb", "--batch", 4, "--what-if")
+    for part in ("largest", "made by", "forward end", "first step", "steady state", "5% of reserved", "live: tensors"):
+        assert part in out
+    assert max(len(line.rstrip()) for line in out.splitlines()) <= 80
+
+
+def test_the_settings_of_the_allocator_reach_the_estimate(jobs, call, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    _, out, _ = call("estimate", jobs, "--device", "t4", "--no-what-if")
+    assert "expandable segments are on" in out
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:128")
+    status, out, err = call("estimate", jobs, "--device", "t4")
+    assert (status, out) == (cli.USER_ERROR, "")
+    assert "max_split_size_mb" in err
+    assert_four_parts(err)

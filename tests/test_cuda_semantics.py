@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from snugfit.memory import torch_private
-from snugfit.memory.cuda import semantics, workspaces
+from snugfit.memory.cuda import semantics
 
 
 class Operations(TorchDispatchMode):
@@ -141,8 +141,3 @@ def test_everything_is_undone_at_the_end():
         pass
     assert types() == before == (torch.bfloat16, torch.bfloat16, torch.float32)
     assert torch.autocast.__init__ is init
-
-
-def test_workspaces_follow_the_compute_capability():
-    assert workspaces.cublas_workspace_bytes((8, 6)) == 8519680
-    assert workspaces.cublas_workspace_bytes((9, 0)) == 33554432

@@ -42,6 +42,7 @@ SURFACE = {
     "trace": "snugfit.memory.tracing",
     "estimate": "snugfit.memory.tracing",
     "measure": "snugfit.memory.measuring",
+    "opaque": "snugfit.memory.opaque",
     "plan": "snugfit.planning.search",
     "PlanReport": "snugfit.planning.search",
     "train": "snugfit.runs",

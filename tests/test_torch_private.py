@@ -1,10 +1,14 @@
 """Canaries: each private name of torch that the memory room uses still does what it is used for."""
 
+import contextlib
+
+import pytest
 import torch
 from torch.optim import optimizer
 
 from snugfit.memory import torch_private
 from snugfit.memory.cuda import autocast
+from snugfit.memory.recording import Recorder
 
 
 def test_fake_mode_makes_tensors_without_data():
@@ -52,3 +56,162 @@ def test_foreach_is_chosen_for_fake_tensors_only_inside_of_the_context():
             with context():
                 chosen.append(optimizer._default_to_fused_or_foreach([weight], False)[1])
     assert chosen == [True, False]
+
+
+def test_the_order_of_the_kernels_for_attention_is_flash_memory_efficient_math():
+    assert torch_private.attention_priority()[:4] == [1, 2, 0, 3]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH, set_priority=True):
+        assert torch_private.attention_priority()[0] == 0
+
+
+def test_a_custom_function_casts_its_inputs_through_one_function_of_torch():
+    value = torch.zeros(2)
+    assert torch.amp.autocast_mode._cast(value, "cpu", torch.float16).dtype == torch.float16
+    assert torch.amp.autocast_mode._cast(value, "cuda", torch.float16) is value
+
+
+@pytest.mark.parametrize(
+    ("step", "made"),
+    [
+        (lambda w: w * 2 + w * 3, 0),  # nobody else holds the gradient that came first
+        (lambda w: (w * 1 + w) * 1 + w, 1),  # the sum handed one gradient to both of its inputs
+        (lambda w: Doubled.apply(w) * 1, 1),  # Python code
+    ],
+    ids=["autograd's own", "of a gradient that another holds", "a user's"],
+)
+def test_autograds_own_sum_of_gradients_is_told_from_others(step, made):
+    recorder = Recorder(host_scalars=False)
+    with recorder.recording_on():
+        weight = torch.ones(4, 4, requires_grad=True)
+        step(weight).backward(torch.ones(4, 4))
+    sums = [birth for birth in recorder.recording.births if (birth.op, birth.phase) == ("add.Tensor", "backward")]
+    assert len(sums) == made
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient + gradient
+
+
+def test_plain_tensors_are_computed_for_real_without_modes():
+    with torch_private.FakeMode():
+        with torch_private.without_modes():
+            assert torch.ones(2).sum().item() == 2
+        with torch_private.no_modes():
+            assert type(torch.ones(2)) is torch.Tensor
+        assert isinstance(torch.ones(2), torch_private.Fake)
+
+
+def test_a_torch_function_mode_stays_on_in_backward_and_can_be_passed_by():
+    seen = []
+
+    class Watching(torch.overrides.TorchFunctionMode):
+        @contextlib.contextmanager
+        def entered(self):
+            with self:
+                yield
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            with torch_private.no_torch_function():
+                gradient.sin()
+            return gradient.cos()
+
+    mode = Watching()
+    with torch_private.engine_entered(mode), mode:
+        Probe.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    assert "cos" in seen
+    assert "sin" not in seen
+
+
+def test_the_parts_of_a_sparse_tensor_are_its_own_storages():
+    with torch_private.FakeMode():
+        indices, values = torch.zeros(1, 5, dtype=torch.long), torch.zeros(5, 4)
+        made = torch.sparse_coo_tensor(indices, values, (10, 4), check_invariants=False)
+        parts = torch_private.sparse_parts(made)
+    keys = [part.untyped_storage()._cdata for part in parts]
+    assert keys == [indices.untyped_storage()._cdata, values.untyped_storage()._cdata]
+
+
+def test_wrappers_of_functorch_and_tensors_of_the_meta_device_are_told_apart():
+    seen = []
+
+    def loss(x):
+        seen.append(torch_private.is_functorch_wrapper(x))
+        return x.sum()
+
+    torch.func.grad(loss)(torch.ones(2))
+    assert seen == [True]
+    assert not torch_private.is_functorch_wrapper(torch.ones(2))
+    with torch_private.FakeMode():
+        assert torch_private.is_meta(torch.ones(2, device="meta"))
+        assert not torch_private.is_meta(torch.ones(2))
+
+
+def test_the_default_device_is_the_one_that_was_named():
+    assert torch_private.default_device() is None
+    torch.set_default_device("meta")
+    try:
+        assert torch_private.default_device() == torch.device("meta")
+    finally:
+        torch.set_default_device(None)
+
+
+def test_composite_operations_views_and_writes_are_told_apart():
+    aten = torch.ops.aten
+    assert [torch_private.is_composite(op) for op in (aten.matmul.default, aten.mm.default)] == [True, False]
+    assert [torch_private.is_view(op) for op in (aten.view.default, aten.clone.default)] == [True, False]
+    assert [torch_private.only_writes(op) for op in (aten.add_.Tensor, aten.add.Tensor)] == [True, False]
+
+
+def test_compiled_code_runs_eagerly_inside_of_the_context_and_says_so():
+    runs, said = [], []
+
+    @torch.compile(backend="eager")
+    def function(x):
+        runs.append(torch.compiler.is_compiling())
+        return x + 1
+
+    with torch_private.compiled_run_eagerly(lambda: said.append("compiled")):
+        function(torch.ones(2))
+    assert runs == [False]
+    assert said == ["compiled"]
+
+
+def test_a_wrapper_subclass_of_a_card_is_made_on_the_host():
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            return NotImplemented
+
+    with torch_private.subclasses_on_host():
+        made = torch.Tensor._make_wrapper_subclass(Wrapper, (2,), dtype=torch.float32, device=torch.device("cuda"))
+    assert made.device.type == "cpu"
+
+
+def test_padding_packed_sequences_is_the_function_that_torch_calls():
+    seen = []
+
+    class Watching(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func == torch_private.PAD_PACKED_SEQUENCE)
+            return func(*args, **(kwargs or {}))
+
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    with Watching():
+        torch.nn.utils.rnn.pad_packed_sequence(packed)
+    assert any(seen)

@@ -12,6 +12,7 @@ from snugfit.errors import (
 from snugfit.hardware import devices
 from snugfit.jobs import Job, Loss, LossScale, Shared
 from snugfit.memory.measuring import measure
+from snugfit.memory.opaque import opaque
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory.tracing import estimate, trace
 from snugfit.planning.search import PlanReport, plan
@@ -20,6 +21,7 @@ from snugfit.runs import train
 from snugfit.training import checkpointing, gradient_noise, learning_rate, norms, precision
 from snugfit.training.build import build
 from snugfit.training.checking.check import CheckReport, Hazard, check
+from snugfit.training.chunked_loss import chunked_cross_entropy
 from snugfit.training.counting import tokens
 from snugfit.training.diagnosing.diagnose import diagnose
 from snugfit.training.diagnosing.diagnosis import Diagnosis
@@ -52,6 +54,7 @@ __all__ = [
     "build",
     "check",
     "checkpointing",
+    "chunked_cross_entropy",
     "devices",
     "diagnose",
     "estimate",
@@ -60,6 +63,7 @@ __all__ = [
     "learning_rate",
     "measure",
     "norms",
+    "opaque",
     "plan",
     "precision",
     "split",

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from snugfit import hardware, runs, sizes
 from snugfit.errors import PlanError
 from snugfit.jobs import Job
-from snugfit.memory import tracing
+from snugfit.memory import allocator_settings, tracing
 from snugfit.memory.reports import MemoryReport
 from snugfit.planning import search
 from snugfit.plans import Plan, Segment
@@ -47,7 +47,7 @@ class Request(Output):
     )
     bf16_update: Annotated[str | None, typer.Option("--bf16-update", help="Of bf16-true: see Plan.bf16_update.")] = None
     norm_policy: Annotated[str | None, typer.Option("--norm-policy", help="micro, window or frozen.")] = None
-    recompute: Annotated[str | None, typer.Option("--recompute", help="none, blocks, every:K, segments:N.")] = None
+    recompute: Annotated[str | None, typer.Option("--recompute", help="none, blocks, every:K, segments[:N], match:PATTERN; @POLICY behind it.")] = None
     world_size: Annotated[int, typer.Option("--world-size", help="Number of ranks.")] = 1
     shard: Annotated[str | None, typer.Option("--shard", help="none, ddp or fsdp.")] = None
     seq: Annotated[int | None, typer.Option("--seq", help="Tokens per sequence.")] = None
@@ -60,9 +60,13 @@ class Request(Output):
         return {name: value for name, value in options.items() if value is not None}
 
     def card(self) -> tuple[hardware.Device, int]:
-        """The device and the budget in bytes; without ``--budget`` all of its memory."""
+        """The device and the budget in bytes; without ``--budget`` all of its memory that the allocator may take."""
         card = hardware.resolve(self.device)
-        return card, card.memory_bytes if self.budget is None else sizes.parse(self.budget)
+        budget_bytes = card.memory_bytes if self.budget is None else sizes.parse(self.budget)
+        if card.kind == "cuda":
+            limit = allocator_settings.from_environment().limit_bytes(card.memory_bytes)
+            budget_bytes = budget_bytes if limit is None else min(budget_bytes, limit + card.context_bytes)
+        return card, budget_bytes
 
     def batch_size(self, job: Job) -> int:
         """The batch size: as given, else that of the job's example, else a default."""
@@ -113,6 +117,17 @@ class FileRequest(Request):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayRequest(Output):
+    """A request to replay what an allocator recorded."""
+
+    file: Annotated[Path, typer.Argument(help="What torch.cuda.memory._dump_snapshot wrote, or a JSON event list.")]
+    device_index: Annotated[
+        int | None, typer.Option("--device-index", help="Of a recording of several devices: which one.")
+    ] = None
+    output: Annotated[Path | None, typer.Option("-o", help="Write the JSON document here.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest(FileRequest):
     """A request about one plan: that of a file, or the one that the options describe."""
 
@@ -122,12 +137,16 @@ class PlannedRequest(FileRequest):
         """The plan of the file, or the one that the options describe."""
         return self.plan(job) if self.plan_file is None else self.loaded(self.plan_file)
 
-    def loaded(self, file: Path) -> Plan:
-        """The plan of a file, which no option may contradict."""
+    def named(self) -> list[str]:
+        """The options that say something of a plan."""
         values = {"--batch": self.batch, "--micro-batch": self.micro_batch, "--precision": self.precision}
         values |= {"--recompute": self.recompute, "--shard": self.shard}
         values |= {"--bf16-update": self.bf16_update, "--norm-policy": self.norm_policy}
-        named = [option for option, value in values.items() if value is not None]
+        return [option for option, value in values.items() if value is not None]
+
+    def loaded(self, file: Path) -> Plan:
+        """The plan of a file, which no option may contradict."""
+        named = self.named()
         if named:
             raise PlanError(
                 "the plan is given twice",
@@ -136,6 +155,23 @@ class PlannedRequest(FileRequest):
                 hint=f"leave {' '.join(named)} out",
             )
         return Plan.load(file)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateRequest(PlannedRequest):
+    """A request to predict, for a job under one plan or for a step of the user's own."""
+
+    compare: Annotated[bool, typer.Option("--compare", help="Measure here as well, and print the difference.")] = False
+    what_if: Annotated[
+        bool | None,
+        typer.Option("--what-if/--no-what-if", help="What other plans would free; by default if that is quick."),
+    ] = None
+
+    def said_of_a_plan(self) -> list[str]:
+        """The options that a step of the user's own cannot follow."""
+        values = {"--plan": self.plan_file is not None, "--world-size": self.world_size != 1}
+        values |= {"--compare": self.compare, "--what-if": bool(self.what_if)}
+        return [*self.named(), *(option for option, is_given in values.items() if is_given)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,17 +228,23 @@ class TrainRequest(PlannedRequest):
 
 
 def _segments(text: str, job: Job) -> tuple[Segment, ...]:
-    kind, _, number = text.partition(":")
     if text == "none":
         return ()
-    if text == "blocks":
-        return tuple(checkpointing.blocks(tracing.skeleton(job)))
-    if kind in ("every", "segments") and number.isdecimal() and int(number) > 0:
-        cut = checkpointing.every if kind == "every" else checkpointing.segments
-        return tuple(cut(tracing.skeleton(job), int(number)))
+    form, _, policy = text.partition("@")
+    kind, _, value = form.partition(":")
+    number = int(value) if value.isdecimal() and int(value) > 0 else None
+    model, keep = tracing.skeleton(job), policy or "full"
+    if form == "blocks":
+        return checkpointing.blocks(model, keep)
+    if form == "segments" or (kind == "segments" and number is not None):
+        return checkpointing.segments(model, number, keep)
+    if kind == "every" and number is not None:
+        return checkpointing.every(model, number, keep)
+    if kind == "match" and value:
+        return checkpointing.match(model, value, keep)
     raise PlanError(
         "cannot read what to recompute",
         got=f"--recompute {text}",
-        expected="none | blocks | every:K | segments:N",
-        hint="write for example --recompute every:2",
+        expected="none | blocks | every:K | segments | segments:N | match:PATTERN, and @POLICY behind it",
+        hint="write for example --recompute every:2, or blocks@keep-matmul",
     )

@@ -1,4 +1,4 @@
-"""The command line: ``snugfit estimate | plan | train | measure | check | diagnose | gpus``, thin over
+"""The command line: ``snugfit estimate | plan | train | measure | check | diagnose | replay | gpus``, thin over
 the functions of the package.
 
 Entry point: ``main``. Tables go to standard output, or one JSON document with ``--json``; messages go to standard
@@ -18,19 +18,27 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 from rich.console import Console
 
-from snugfit import __version__, capped, hardware, runs, sizes, tables
-from snugfit.arguments import DiagnoseRequest, FileRequest, Output, PlannedRequest, ProofRequest, TrainRequest
+from snugfit import __version__, capped, estimates, hardware, runs, sizes, tables
+from snugfit.arguments import (
+    DiagnoseRequest,
+    EstimateRequest,
+    FileRequest,
+    Output,
+    PlannedRequest,
+    ProofRequest,
+    ReplayRequest,
+    TrainRequest,
+)
 from snugfit.errors import DeviceMemoryError, InfeasibleError, NonFiniteError, PlanError, SnugfitError
 from snugfit.jobs import Job
-from snugfit.memory import measuring, tracing
-from snugfit.memory.reports import MemoryReport
-from snugfit.plans import Plan, write_atomically
+from snugfit.memory import replaying, snapshots
+from snugfit.plans import write_atomically
 from snugfit.targets import load_target, prints_on_stderr, users_line
 from snugfit.training.checking import check as checking
 from snugfit.training.diagnosing import diagnose as diagnosing
 
 DONE, DOES_NOT_FIT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
-CHECK_FAILED = DOES_NOT_FIT
+CHECK_FAILED = PARTED = DOES_NOT_FIT
 _LONGEST_GOT = 1000
 
 app = typer.Typer(
@@ -85,16 +93,16 @@ def _command(kind: type[_Kind]) -> Callable[[Callable[[_Kind], int]], Callable[[
     return register
 
 
-@_command(PlannedRequest)
-def estimate(request: PlannedRequest) -> int:
-    """Predict what a job needs on a device, without running it."""
-    return _memory(request, tracing.estimate)
+@_command(EstimateRequest)
+def estimate(request: EstimateRequest) -> int:
+    """Predict what a job, or a step of your own (make_step), needs on a device, without running it."""
+    return _memory(request, estimates.estimate(request))
 
 
 @_command(PlannedRequest)
 def measure(request: PlannedRequest) -> int:
     """Run a few updates here and measure what they need."""
-    return _memory(request, measuring.measure)
+    return _memory(request, estimates.measure(request))
 
 
 @_command(FileRequest)
@@ -160,6 +168,14 @@ def diagnose(request: DiagnoseRequest) -> int:
     return DONE if found.is_finite else CHECK_FAILED
 
 
+@_command(ReplayRequest)
+def replay(request: ReplayRequest) -> int:
+    """Run a recording of the CUDA allocator through the simulated one and show where they part."""
+    found = replaying.replay(snapshots.read(request.file, request.device_index))
+    _give(request, found.to_dict(), lambda out: tables.replay(out, found))
+    return DONE if found.matched else PARTED
+
+
 @_command(Output)
 def gpus(request: Output) -> int:
     """List the devices of the catalogue."""
@@ -199,25 +215,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status if isinstance(status, int) else DONE
 
 
-def _memory(request: PlannedRequest, predict: Callable[[Job, Plan, hardware.Device], MemoryReport]) -> int:
-    with prints_on_stderr():
-        job = load_target(request.target, **request.options())
-        card, budget_bytes = request.card()
-        described = request.planned(job)
-        report = predict(job, described, card)
-    fits = report.fits(budget_bytes)
-    document = {
-        "plan": described.to_dict(),
-        "budget_bytes": budget_bytes,
-        "needed_bytes": report.needed_bytes,
-        "fits": fits,
-        "memory": report.to_dict(),
-    }
-    _give(request, document, lambda out: tables.memory(out, described, report, budget_bytes))
-    return DONE if fits else DOES_NOT_FIT
+def _memory(request: FileRequest, answer: estimates.Answer) -> int:
+    _give(request, answer.document(), answer.show)
+    return DONE if answer.fits else DOES_NOT_FIT
 
 
-def _give(request: FileRequest, document: dict[str, Any], show: Callable[[Console], None]) -> None:
+def _give(request: FileRequest | ReplayRequest, document: dict[str, Any], show: Callable[[Console], None]) -> None:
     """Write an answer to the file of ``-o``, and print it as a document or as tables."""
     if request.output is not None:
         write_atomically(request.output, _document(document) + "\n")

@@ -1,8 +1,8 @@
 """Tables for people: reports, ladders and the catalogue as text on a terminal.
 
-Entry points: ``memory``, ``ladder``, ``reasons``, ``check``, ``diagnosis``, ``devices`` and ``run``, each of which
-prints to a console, and the JSON documents that stand for them. Numbers are computed elsewhere; this file only
-chooses columns, units and words.
+Entry points: ``ladder``, ``reasons``, ``check``, ``diagnosis``, ``replay``, ``devices`` and ``run``, which print to a
+console, and the JSON documents that stand for them; those of memory are ``memory_tables``'s. Numbers are computed
+elsewhere; this file only chooses columns, units and words.
 """
 
 import sys
@@ -11,12 +11,13 @@ from dataclasses import fields
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from snugfit import sizes
 from snugfit.errors import SnugfitError
 from snugfit.hardware import Device
+from snugfit.memory.replaying import Replay
 from snugfit.memory.reports import MemoryReport
+from snugfit.memory_tables import new_table as _table
 from snugfit.planning.search import PlanReport
 from snugfit.plans import Plan
 from snugfit.training.checking.check import CheckReport
@@ -52,44 +53,6 @@ def plan_line(plan: Plan) -> str:
 def verdict(report: MemoryReport, budget_bytes: int) -> str:
     """The answer, with the label that says what it rests on."""
     return f"{'fits' if report.fits(budget_bytes) else 'does not fit'} ({report.label})"
-
-
-def memory(out: Console, plan: Plan, report: MemoryReport, budget_bytes: int) -> None:
-    """Print what a plan needs: sizes against the budget, categories and holders at the peak, assumptions."""
-    out.print(f"plan:   {plan_line(plan)}")
-    out.print(f"device: {report.device}, {report.label}\n")
-    table = _table(("", "left"), ("GiB", "right"))
-    for name, num_bytes in (
-        ("peak allocated", report.peak_allocated_bytes),
-        ("peak reserved", report.peak_reserved_bytes),
-        ("+ context", report.context_bytes),
-        ("+ margin", report.margin_bytes),
-        ("= needed", report.needed_bytes),
-        ("budget", budget_bytes),
-        ("headroom", budget_bytes - report.needed_bytes),
-    ):
-        table.add_row(name, sizes.gib(num_bytes))
-    out.print(table)
-    at = report.peak_at
-    where = f"{at.phase} of window {at.window}, {at.module or '(no module)'}, {at.op or '(no operation)'}"
-    out.print(f"\nthe peak is in the {where}; then hold:")
-    table = _table(("category", "left"), ("GiB", "right"), ("share", "right"))
-    for category, num_bytes in _largest(report.by_category):
-        table.add_row(category, sizes.gib(num_bytes), _share(num_bytes, report.peak_allocated_bytes))
-    out.print(table)
-    holders = _repeated(report.by_module)
-    if set(holders) - {""}:
-        out.print()
-        table = _table(("module", "left"), ("number", "right"), ("GiB", "right"), ("mostly", "left"))
-        totals = {module: sum(held.values()) for module, (_, held) in holders.items()}
-        for module, num_bytes in _largest(totals)[:_TOP_HOLDERS]:
-            number, held = holders[module]
-            category, part = _largest(held)[0]
-            table.add_row(module or "(none)", str(number), sizes.gib(num_bytes), f"{category} {sizes.gib(part)}")
-        out.print(table)
-    for sentence in report.assumptions:
-        out.print(f"assumed: {sentence}")
-    out.print(f"\n{verdict(report, budget_bytes)}")
 
 
 def ladder(out: Console, report: PlanReport, budget_bytes: int) -> None:
@@ -203,6 +166,37 @@ def diagnosis(out: Console, plan: Plan, found: Diagnosis) -> None:
     out.print(str(found))
 
 
+def replay(out: Console, found: Replay) -> None:
+    """Print how far a replay agrees with the recording, and the first differences."""
+    kind = "expandable segments, " if found.is_expandable else ""
+    out.print(f"{kind}{found.events} events, {found.compared_events} of them compared\n")
+    table = _table(("", "left"), ("recorded", "right"), ("matched", "right"))
+    for name, recorded, matched in (
+        ("reuses at the address", found.reuses, found.reuses_matched),
+        ("runs of pages mapped" if found.is_expandable else "segments", found.segments, found.segments_matched),
+        ("given back", found.releases, found.releases_matched),
+        ("blocks alive in the end", found.live_blocks, found.live_blocks_matched),
+    ):
+        table.add_row(name, str(recorded), str(matched))
+    out.print(table)
+    peaks = sizes.text(found.recorded_peak_reserved_bytes), sizes.text(found.peak_reserved_bytes)
+    out.print("\npeak reserved: recorded {}, predicted {}".format(*peaks))
+    if found.differences:
+        out.print()
+        columns = ("event", "right"), ("kind", "left"), ("bytes", "right"), ("recorded at", "right")
+        table = _table(*columns, ("predicted at", "right"), ("", "left"))
+        for part in found.differences[:_TOP_HOLDERS]:
+            shown = ("-" if at is None else f"{at:#x}" for at in (part.recorded_address, part.predicted_address))
+            table.add_row(str(part.index), part.kind, str(part.num_bytes), *shown, part.what)
+        out.print(table)
+        if len(found.differences) > _TOP_HOLDERS:
+            out.print(f"and {len(found.differences) - _TOP_HOLDERS} more (--json)")
+    for sentence in found.notes:
+        out.print(f"note: {sentence}")
+    agrees = f"prediction and recording agree ({found.label})"
+    out.print(f"\n{agrees if found.matched else 'prediction and recording part'}")
+
+
 def plan_document(report: PlanReport, budget_bytes: int) -> dict[str, Any]:
     """What ``ladder`` and ``reasons`` print, as built-in values."""
     return {
@@ -238,37 +232,6 @@ def error_document(error: SnugfitError) -> dict[str, Any]:
         "plan": plan.to_dict() if isinstance(plan, Plan) else None,
         "memory": smallest.to_dict() if isinstance(smallest, MemoryReport) else None,
     }
-
-
-def _table(*columns: tuple[str, str]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name, side in columns:
-        table.add_column(name, justify="right" if side == "right" else "left", overflow="fold")
-    return table
-
-
-def _repeated(by_module: Mapping[str, Mapping[str, int]]) -> dict[str, tuple[int, dict[str, int]]]:
-    """Modules that differ in an index only, such as ``layer.0`` and ``layer.1``, taken together as ``layer.*``.
-
-    Returns:
-        Name to the number of modules and what they hold together, category to bytes.
-    """
-    together: dict[str, tuple[int, dict[str, int]]] = {}
-    for module, held in by_module.items():
-        name = ".".join("*" if part.isdigit() else part for part in module.split("."))
-        number, sums = together.get(name, (0, {}))
-        for category, num_bytes in held.items():
-            sums[category] = sums.get(category, 0) + num_bytes
-        together[name] = (number + 1, sums)
-    return together
-
-
-def _largest(held: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(held.items(), key=lambda entry: -entry[1])
-
-
-def _share(num_bytes: int, total: int) -> str:
-    return f"{num_bytes / total:.0%}" if total else "-"
 
 
 def _loss(value: float | None) -> str:

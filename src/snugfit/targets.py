@@ -1,10 +1,12 @@
-"""Finds the job that a command line or a child process names.
+"""Finds the job, or the step of the user's own, that a command line or a child process names.
 
-Entry point: ``load_target``. A target is a job file (``file.py`` or ``file.py:name``), a known model, or a
-``config.json`` with a task. What a job file raises is shown as one error that names the user's own line.
+Entry points: ``load_target`` for a job and ``load_job_or_step``. A target is a file (``file.py`` or
+``file.py:name``), a known model, or a ``config.json`` with a task. What a file raises is shown as one error that names
+the user's own line.
 """
 
 import difflib
+import functools
 import importlib.util
 import inspect
 import sys
@@ -21,6 +23,8 @@ from snugfit.integrations import known_models
 from snugfit.jobs import Job
 
 DEFAULT_NAME = "job"
+STEP_NAME = "make_step"
+"A function whose name begins with this makes a step, as ``snugfit.trace`` takes it; all others return a job."
 
 
 @contextmanager
@@ -62,7 +66,15 @@ def load_target(
             hint="leave --task out",
         )
     if path.suffix == ".py":
-        return _job_of(path, name, {key: value for key, value in sizes.items() if value is not None})
+        if name.startswith(STEP_NAME):
+            raise PlanError(
+                "a step can be estimated, and nothing else",
+                got=target,
+                expected="a function that returns a snugfit.Job, which says how its batch can be cut",
+                hint=f"snugfit estimate {target}, or write a function job() that returns a snugfit.Job",
+            )
+        given = {key: value for key, value in sizes.items() if value is not None}
+        return _job_in(_imported(path), path, name, given)
     if target in known_models.NAMES:
         return known_models.known_job(target, **sizes)
     near = tuple(difflib.get_close_matches(target, known_models.NAMES, n=3, cutoff=0.4))
@@ -73,6 +85,45 @@ def load_target(
         hint=f"did you mean {' or '.join(near)}?" if near else "write a file with a function job() that returns a Job",
         suggestions=near,
     )
+
+
+def load_job_or_step(
+    target: str, *, task: str | None = None, seq: int | None = None, image: int | None = None
+) -> Job | Callable[[], Callable[[], object]]:
+    """Return the job that a target names, or the function that makes a step, which is not called.
+
+    A step is made by ``file.py:make_step`` (and every other name that begins so), or by ``file.py`` if it has a
+    function ``make_step`` and nothing named ``job``.
+
+    Args:
+        target: See ``load_target``.
+        task: See ``load_target``.
+        seq: Tokens per sequence; handed to a function that takes ``seq``.
+        image: Pixels per side; handed to a function that takes ``image``.
+
+    Raises:
+        PlanError: See ``load_target``.
+        UnsupportedError: See ``load_target``.
+    """
+    path, name = _split(target)
+    if path.suffix != ".py" or task is not None:
+        return load_target(target, task=task, seq=seq, image=image)
+    sizes = {key: value for key, value in {"seq": seq, "image": image}.items() if value is not None}
+    module = _imported(path)
+    if target.endswith(".py") and not hasattr(module, DEFAULT_NAME) and hasattr(module, STEP_NAME):
+        name = STEP_NAME
+    if not name.startswith(STEP_NAME):
+        return _job_in(module, path, name, sizes)
+    found = _found(module, path, name, f"def {name}() that returns the step")
+    if not callable(found):
+        raise PlanError(
+            f"{name} of {str(path)!r} is not a function",
+            got=type(found).__name__,
+            expected=f"def {name}() that builds model, optimizer and batch, and returns the step",
+            hint="make it a function",
+        )
+    _refuse_unknown_sizes(found, path, name, sizes)
+    return functools.partial(found, **sizes)
 
 
 def users_line(error: BaseException, path: Path | None = None) -> str | None:
@@ -102,18 +153,8 @@ def _split(target: str) -> tuple[Path, str]:
     return Path(target), DEFAULT_NAME
 
 
-def _job_of(path: Path, name: str, sizes: dict[str, Any]) -> Job:
-    module = _imported(path)
-    found = getattr(module, name, None)
-    if found is None:
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        near = difflib.get_close_matches(name, functions, n=1, cutoff=0.4)
-        raise PlanError(
-            f"{str(path)!r} has no function {name}()",
-            got=f"functions {', '.join(functions) or 'none'}",
-            expected=f"def {name}() -> snugfit.Job",
-            hint=f"pass {path}:{near[0]}" if near else f"add the function, or pass {path}:NAME",
-        )
+def _job_in(module: ModuleType, path: Path, name: str, sizes: dict[str, Any]) -> Job:
+    found = _found(module, path, name, f"def {name}() -> snugfit.Job; for estimate also def {STEP_NAME}()")
     if isinstance(found, Job):
         _refuse_sizes(path, name, sizes)
         return found
@@ -124,18 +165,37 @@ def _job_of(path: Path, name: str, sizes: dict[str, Any]) -> Job:
             expected=f"def {name}() -> snugfit.Job",
             hint="make it a function that returns the job",
         )
-    parameters = inspect.signature(found).parameters
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        _refuse_sizes(path, name, {key: value for key, value in sizes.items() if key not in parameters})
+    _refuse_unknown_sizes(found, path, name, sizes)
     job = _guarded(lambda: found(**sizes), f"{name}() of {str(path)!r} raised", path)
     if not isinstance(job, Job):
+        hint = "end the function with `return snugfit.Job(...)`"
         raise PlanError(
             f"{name}() of {str(path)!r} did not return a job",
             got=type(job).__name__,
             expected="snugfit.Job",
-            hint="end the function with `return snugfit.Job(...)`",
+            hint=f"{hint}, or name it {STEP_NAME}... to estimate the step it returns" if callable(job) else hint,
         )
     return job
+
+
+def _found(module: ModuleType, path: Path, name: str, expected: str) -> Any:
+    found = getattr(module, name, None)
+    if found is None:
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        near = difflib.get_close_matches(name, functions, n=1, cutoff=0.4)
+        raise PlanError(
+            f"{str(path)!r} has no function {name}()",
+            got=f"functions {', '.join(functions) or 'none'}",
+            expected=expected,
+            hint=f"pass {path}:{near[0]}" if near else f"add the function, or pass {path}:NAME",
+        )
+    return found
+
+
+def _refuse_unknown_sizes(function: Callable[..., Any], path: Path, name: str, sizes: dict[str, Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        _refuse_sizes(path, name, {key: value for key, value in sizes.items() if key not in parameters})
 
 
 def _imported(path: Path) -> ModuleType:

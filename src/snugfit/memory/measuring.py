@@ -1,8 +1,9 @@
 """Measures the memory of a training step by really running it: the engine's own windows, with counters on.
 
 Entry point: ``measure``. On the CPU every allocation and free of torch's allocator is read from torch's profiler,
-temporaries of kernels included; on CUDA the caching allocator's own statistics. Left out: what libraries (oneDNN,
-OpenMP) take from the heap past torch's allocator, and the heap's own overhead.
+temporaries of kernels and oneDNN's scratchpads included; on CUDA the caching allocator's own statistics. Left out:
+what libraries take from the heap past torch's allocator (MKL's packed blocks, OpenMP's stacks, compiled kernels), and
+the heap's own overhead.
 """
 
 import gc
@@ -21,7 +22,7 @@ from snugfit.memory.events import Birth, Recording
 from snugfit.memory.reports import MemoryReport, PeakAt
 from snugfit.memory.traces import Trace
 from snugfit.plans import Plan
-from snugfit.training import build, example, random_states, recovery, splitting
+from snugfit.training import build, example, random_states, recovery, splitting, updates
 
 NUM_WINDOWS = 2
 
@@ -172,6 +173,7 @@ def _held(engine: Any, batch: Any) -> dict[str, list[Tensor]]:
     states = [
         value for optimizer in engine.optimizers for state in optimizer.state.values() for value in state.values()
     ]
+    masters = [held for optimizer in engine.optimizers for held, _ in updates.of(optimizer).pairs()]
     inputs: list[Tensor] = []
 
     def seen(tensor: Tensor) -> Tensor:
@@ -183,7 +185,7 @@ def _held(engine: Any, batch: Any) -> dict[str, list[Tensor]]:
         "input": inputs,
         "optimizer": [value for value in states if isinstance(value, Tensor)],
         "buffer": list(engine.model.buffers()),
-        "parameter": list(engine.model.parameters()),
+        "parameter": [*engine.model.parameters(), *masters],
     }
 
 
@@ -205,6 +207,9 @@ def _recording(
         if not event.address:
             name, held = marks[int(event.scopes[-1].removeprefix(_MARK))]
             window += name == "window"
+            if name == "step end":
+                _count_to_the_update(births, forward)
+                forward = []
             for address, (category, num_bytes) in held.items():
                 if address in live:
                     births[live[address]].category = category
@@ -221,6 +226,9 @@ def _recording(
                 if births[index].category == "other":
                     births[index].category = "saved" if index in alive else "temporary"
             forward = []
+        if phase == "optimizer":
+            _count_to_the_update(births, forward)
+            forward = []
         previous = phase
         if event.num_bytes > 0:
             category = "temporary" if phase in ("backward", "optimizer") else "other"
@@ -233,6 +241,14 @@ def _recording(
             stream.append(-(live.pop(event.address) + 1))
     shift = len(there_before)
     return Recording(births, [*there_before, *stream], [(position + shift, name) for position, name in named])
+
+
+def _count_to_the_update(births: Sequence[Birth], after_backward: Sequence[int]) -> None:
+    """What is made after the window's last backward (norms, flags) is the update's, as in a recording."""
+    for index in after_backward:
+        births[index].phase = "optimizer"
+        if births[index].category == "other":
+            births[index].category = "temporary"
 
 
 def _phase(scopes: Sequence[str], window: int) -> str:

@@ -16,18 +16,24 @@ NOTE [How a storage gets its name]
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_hooks
 
-from snugfit.errors import UnsupportedError
-from snugfit.memory import torch_private
+from snugfit.memory import bias_sums, gradient_sums, refusals, sparse, storage_phases, torch_private, value_sized
 from snugfit.memory.events import Birth, Call, Recording, tensors_of, work_of
-from snugfit.memory.module_stack import ModuleStack
+from snugfit.memory.module_stack import ModuleStack, Owners
+from snugfit.memory.outside import Outside
+from snugfit.memory.places import DEVICE, HOST, Places, host_result, on_device_only
+from snugfit.memory.storages import dense_parts, has_plain, is_plain, parts_of
+from snugfit.memory.values import Values
+from snugfit.training import splitting
 
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_PLAIN = (Tensor, nn.Parameter, torch_private.Fake)
 _HOST = -1
 "Stands for a storage that is not on the traced device."
 
@@ -54,14 +60,12 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         self._backward_ran = False
         self._in_optimizer = False
         self._in_move = False
-        self._naming_device = False
-        self._names_device = False
+        self.places = Places()
+        self.values = Values()
+        self.outside = Outside()
+        self.last_op: Any = ""
         self._modules = ModuleStack(self.adopt)
-        self._owners: dict[int, str] = {}
-        self._views: dict[Any, bool] = {}
-        self._writes: dict[Any, bool] = {}
-        self._cpu = torch.device("cpu")
-        self._meta = torch.device("meta")
+        self._owners = Owners()
 
     @contextmanager
     def recording_on(self) -> Iterator["Recorder"]:
@@ -81,6 +85,7 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             for hook in hooks:
                 hook.remove()
             self._watches.clear()
+            self.outside.restore()
 
     @property
     def phase(self) -> str:
@@ -96,6 +101,24 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         """The module to which an operation of this moment belongs."""
         return self._modules.current()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether an operation is being run, so that it is not the step that asks for something."""
+        return self._depth > 0
+
+    def name_of(self, module: nn.Module) -> str | None:
+        """The fully qualified name of a module that has run; None for others."""
+        return self._modules.name_of(module)
+
+    @property
+    def assumptions(self) -> Sequence[str]:
+        """The sentences of what the recording rests on."""
+        return tuple(self.values.assumptions)
+
+    def assume(self, sentence: str) -> None:
+        """Name something that the recording rests on."""
+        self.values.assumptions[sentence] = None
+
     def begin_window(self) -> None:
         """A new window starts: what follows belongs to it."""
         self.window += 1
@@ -104,12 +127,17 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
 
     def end_window(self) -> None:
         """The window is over, its update done."""
+        for root in self._modules.roots:  # gradients that no optimizer has seen
+            self._categorise_gradients(root.parameters())
         self.mark("step end")
 
     def categorise(self, tensors: Sequence[Tensor], category: str, module: str | None = None) -> None:
         """Say what already recorded tensors are, and to which module they belong."""
-        for tensor in tensors:
-            index = self._live.get(tensor.untyped_storage()._cdata)
+        self._depth += 1  # what this asks of tensors is no part of the step
+        keys = [part.untyped_storage()._cdata for tensor in tensors for part in parts_of(tensor)]
+        self._depth -= 1
+        for key in keys:
+            index = self._live.get(key)
             if index is not None and index != _HOST:
                 birth = self.recording.births[index]
                 birth.category = category
@@ -117,17 +145,19 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
 
     def adopt(self, root: nn.Module) -> None:
         """Say that a module's parameters and buffers are such, and which of its modules owns them."""
-        for name, module in root.named_modules():
+        for name, module in self._modules.name(root):
+            for tensor in (*module.buffers(recurse=False), *module.parameters(recurse=False)):
+                if is_plain(tensor):  # made before the trace
+                    self.given(tensor)
             self.categorise(list(module.buffers(recurse=False)), "buffer", name)
             for parameter in module.parameters(recurse=False):
-                if self._owners.setdefault(id(parameter), name) == name:
+                if self._owners.claim(parameter, module, name):
                     self.categorise([parameter], "parameter", name)
 
     def adopt_masters(self, pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Say that what an optimizer holds belongs where the parameter of the model is that it stands for."""
         for held, parameter in pairs:
-            if held is not parameter and id(parameter) in self._owners:
-                self._owners[id(held)] = self._owners[id(parameter)]
+            self._owners.stand_in(held, parameter)
 
     def moved(self, tensor: Tensor) -> Tensor:
         """A copy of a host tensor on the traced device: the input of a micro-batch."""
@@ -138,35 +168,32 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         finally:
             self._in_move = False
 
-    @contextmanager
-    def on_device(self) -> Iterator[None]:
+    def on_device(self) -> AbstractContextManager[None]:
         """What is made in this context is on the traced device; from now on the rest may be on the host."""
-        outer, self._names_device = self._naming_device, True
-        self._naming_device = True
-        try:
-            yield
-        finally:
-            self._naming_device = outer
+        return self.places.naming(DEVICE)
 
     def placed(self, tensor: Tensor) -> Tensor:
         """The tensor on the traced device: itself if it is there, else a copy."""
-        return tensor if self._place_of(tensor) == "device" else self.moved(tensor)
+        return tensor if self.place_of(tensor) == DEVICE else self.moved(tensor)
+
+    def put_on_device(self, tensor: Tensor) -> None:
+        """Say that a recorded tensor has been on the traced device all the time."""
+        self.recording.births[self._live[tensor.untyped_storage()._cdata]].place = DEVICE
+
+    def made_by(self, tensor: Tensor) -> str:
+        """The operation that made a tensor's storage; empty for what stayed on the host."""
+        index = self._live.get(tensor.untyped_storage()._cdata, _HOST)
+        return "" if index == _HOST else self.recording.births[index].op
 
     def recording_on_device(self) -> Recording:
         """The recording without what stayed on the host, where the step tells the two apart."""
-        recording = self.recording
-        hosted = {i + 1 for i, birth in enumerate(recording.births) if birth.place == "host"}
-        if not self._names_device or not hosted:
-            return recording
-        kept_before = [0]
-        for event in recording.events:
-            kept_before.append(kept_before[-1] + (abs(event) not in hosted))
-        return Recording(
-            recording.births,
-            [event for event in recording.events if abs(event) not in hosted],
-            [(kept_before[position], name) for position, name in recording.marks],
-            [(kept_before[position], work) for position, work in recording.work],
-        )
+        return on_device_only(self.recording) if self.places.names_device else self.recording
+
+    def resize(self, tensor: Tensor, num_bytes: int) -> None:
+        """Correct what a recorded tensor's storage takes on the traced device."""
+        index = self._live.get(tensor.untyped_storage()._cdata, _HOST)
+        if index != _HOST:
+            self.recording.births[index].num_bytes = num_bytes
 
     def allocate(self, num_bytes: int, category: str, op: str) -> int:
         """Record memory that no tensor holds, such as a library's workspace; the result is for ``release``."""
@@ -181,25 +208,96 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one operation on fake tensors and record what it made."""
         if torch_private.is_device_query(func):
-            return self._meta if self.in_kernel_invocation else self._cpu
+            return _META if self.in_kernel_invocation else _CPU
         if self._depth:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented  # a subclass made of other tensors: its own code comes first
+        with torch_private.no_torch_function():  # what the recorder asks of tensors is no question of the step
+            return self._dispatch(func, types, args, kwargs or {})
+
+    def _dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        redirected = self.places.redirected(kwargs) if kwargs else None
+        if redirected is not None:
+            with self, self.places.naming(redirected[0]):
+                return func(*args, **redirected[1])
+        kernel = sparse.kernel_for(func, args)
+        if kernel is not None:
+            with self:
+                return kernel(self.values, *args, **kwargs)
+        if torch_private.is_composite(func):  # called below autograd, by a subclass or in inference mode
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if has_plain(args) and not func.__name__.startswith("lift_fresh"):
+            args = [self._twin(value) for value in args]
         self._depth += 1
+        before, self.last_op = self.last_op, func
         try:
-            if self._only_writes(func) and self.phase in ("backward", "optimizer") and _has_dimensions(args[0]):
-                result = args[0] if func._schema.returns else None
-            else:
-                result = self.run(func, types, args, kwargs or {})
-        except torch_private.FAKE_ERRORS as error:
-            raise self._refusal(str(func)) from error
-        except RuntimeError as error:  # torch.library.custom_op without register_fake
-            if "no fake impl" not in str(error):
-                raise
-            raise self._refusal(str(func)) from error
+            result = self._result(func, before, types, args, kwargs)
+            self._record(func, args, kwargs, result)
+            self.values.follow(func, args, kwargs, result)
         finally:
             self._depth -= 1
-        self._record(func, args, kwargs or {}, result)
         return result
+
+    def _result(
+        self, func: Any, before: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        # It need not run: autograd's and the optimizers' in-place ones are a half of all.
+        if torch_private.only_writes(func) and self.phase in ("backward", "optimizer") and _has_dimensions(args[0]):
+            return args[0] if func._schema.returns else None
+        if torch_private.in_backward() and gradient_sums.is_in_place(func, args, self.made_by):
+            return args[0]
+        if bias_sums.is_in_place(func, before, args, self.made_by):
+            return args[0]
+        try:
+            return self.run(func, types, args, kwargs)
+        except torch_private.FAKE_ERRORS as error:
+            return self._from_values(func, args, kwargs, error)
+        except RuntimeError as error:  # torch.library.custom_op without register_fake
+            if "no fake impl" not in str(error) and not value_sized.has_kernel(func):
+                raise
+            return self._from_values(func, args, kwargs, error)
+
+    def faked(self, tensor: Tensor) -> Tensor:
+        """The fake twin of a real tensor; it knows the values that the real one has now."""
+        if type(tensor) is torch_private.Fake:
+            return tensor
+        fake: Tensor = self.from_tensor(tensor)
+        self.values.know(fake, tensor)
+        return fake
+
+    def given(self, real: Tensor) -> Tensor:
+        """The fake twin of a real tensor that was made outside of the trace and takes part in it from now on."""
+        fake = self.outside.twin_of(real)
+        if fake is None:
+            fake = self.from_tensor(real)
+            key = real.untyped_storage()._cdata
+            self.outside.meet(real, fake, lambda: self._live.pop(key, None))
+            if fake.layout is torch.strided:
+                storage, index = fake.untyped_storage(), self._birth(real.untyped_storage().nbytes(), "input", "given")
+                self.recording.births[index].place = HOST
+                self._watch(storage, storage._cdata, index)
+                self._live[key] = index
+                self.values.know(fake, real)
+        return fake
+
+    def _twin(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self.given(value) if type(value) is not torch_private.Fake else value
+        return [self._twin(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    def _from_values(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Any:
+        """The result of an operation that fake tensors cannot follow, where the trace knows the values."""
+        result = self.values.answer(func, args, kwargs)
+        if result is None:
+            with self:
+                result = value_sized.run(func, args, kwargs, self.values, self.faked)
+        if result is None:
+            raise refusals.operation(str(func), self.module, self.phase) from error
+        return splitting.map_tensors(self.faked, result)
 
     def _record(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         name = func.__name__
@@ -210,11 +308,7 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             self._backward_ran = False
         fresh, place = False, None
         host = self._host_scalars and name == "lift_fresh.default"
-        for tensor in tensors_of(result):
-            if type(tensor) is not torch_private.Fake:
-                continue
-            if tensor.layout is not torch.strided:
-                raise self._refusal(f"{name} (a {tensor.layout} result)")
+        for tensor in dense_parts(result):
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key in self._live:
@@ -224,33 +318,31 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             else:
                 fresh = True
                 index = self._birth(storage.nbytes(), self._category(phase), name)
-                place = self._place(args) if place is None else place
-                self.recording.births[index].place = place
+                if place is None and self._host_scalars:  # the CPU is one place
+                    place = self.places.of_result(name, args, self.place_of, window=self.window, module=self.module)
+                self.recording.births[index].place = place or ""
+                if tensor is host_result(name, result):
+                    self.recording.births[index].place = HOST
                 self._watch(storage, key, index)
-        if fresh or not self._is_view(func):
+        if fresh or not torch_private.is_view(func):
             self.recording.work.append((len(self.recording.events), work_of(func, phase, args, kwargs, result)))
         if self._on_op is not None:
             self._on_op(Call(name, phase, args, kwargs, result), self)
 
-    def _place(self, args: Sequence[Any]) -> str:
-        """Where a result is: what names the device or comes from it is there, what is built before, on the host."""
-        if self._naming_device:
-            return "device"
-        inputs = {self._place_of(tensor) for value in args for tensor in tensors_of(value)}
-        if not inputs:
-            return "" if self.window else "host"
-        return "device" if "device" in inputs else "host" if "host" in inputs else ""
-
-    def _place_of(self, tensor: Tensor) -> str:
+    def place_of(self, tensor: Tensor) -> str:
+        """``device``, ``host``, or empty where the step left it open."""
+        if type(tensor) not in _PLAIN:
+            return DEVICE if DEVICE in {self.place_of(part) for part in parts_of(tensor)} else HOST
         index = self._live.get(tensor.untyped_storage()._cdata, _HOST)
-        return "host" if index == _HOST else self.recording.births[index].place
+        return HOST if index == _HOST else self.recording.births[index].place
 
     def _watch(self, storage: Any, key: int, index: int) -> None:
-        live, watches, events = self._live, self._watches, self.recording.events
+        live, watches, events, forget = self._live, self._watches, self.recording.events, self.values.forget
 
         def died(_: Any) -> None:
             if watches.pop(key, None) is not None:
                 del live[key]
+                forget(key)
                 if index != _HOST:
                     events.append(-(index + 1))
 
@@ -266,65 +358,40 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
     def _category(self, phase: str) -> str:
         if self._in_move or phase == "build":
             return "input"
-        if phase == "backward" and self._modules.is_running:
+        if phase == "backward" and (self._modules.is_running or torch.is_grad_enabled()):
             return "saved"  # the recomputed tensors of a segment
         return "other" if phase == "forward" else "temporary"
 
     def _begin_backward(self) -> None:
-        """The forward of a micro-batch is over: what it left is saved, what it freed was temporary."""
         self._backward_ran = True
         self.mark("forward end")
-        alive = set(self._live.values())
-        births = self.recording.births
-        for index in range(len(births) - 1, -1, -1):
-            birth = births[index]
-            if birth.window != self.window:
-                break
-            if birth.category == "other" and birth.phase == "forward":
-                birth.category = "saved" if index in alive else "temporary"
+        storage_phases.forward_ended(self.recording.births, self.window, set(self._live.values()))
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._in_optimizer:
             self.mark("backward end")
-        self._in_optimizer = True
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            owner = self._owners.get(id(parameter))
-            self.categorise([parameter], "parameter", owner)
+            storage_phases.update_began(self.recording.births, self.window)
+        self.outside.meet_optimizer(optimizer)
+        self._in_optimizer = self.values.in_update = True
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for parameter in parameters:
+            self.categorise([parameter], "parameter", self._owners.of(parameter))
+        self._categorise_gradients(parameters)
+
+    def _categorise_gradients(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
             if parameter.grad is not None:
-                self.categorise([parameter.grad], "gradient", owner)
+                self.categorise([parameter.grad], "gradient", self._owners.of(parameter))
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._in_optimizer = False
+        self._in_optimizer = self.values.in_update = False
         for parameter, values in optimizer.state.items():
-            state = [value for value in values.values() if isinstance(value, Tensor)]
-            self.categorise(state, "optimizer", self._owners.get(id(parameter)))
+            state = [tensor for value in values.values() for tensor in tensors_of(value)]
+            self.categorise(state, "optimizer", self._owners.of(parameter))
 
     def mark(self, name: str) -> None:
         """Name the present position in the event stream."""
         self.recording.marks.append((len(self.recording.events), name))
-
-    def _is_view(self, func: Any) -> bool:
-        if func not in self._views:
-            self._views[func] = bool(func.is_view) or func.__name__ in ("detach.default", "_unsafe_view.default")
-        return self._views[func]
-
-    def _only_writes(self, func: Any) -> bool:
-        """Whether an operation need not run: autograd's and the optimizers' in-place ones are a half of all."""
-        if func not in self._writes:
-            self._writes[func] = torch_private.only_writes(func)
-        return self._writes[func]
-
-    def _refusal(self, op: str) -> UnsupportedError:
-        module = self.module or "the step itself"
-        return UnsupportedError(
-            f"the operation {op} cannot be traced without real values",
-            got=f"{op} in {module}, phase {self.phase}",
-            expected="operations whose result sizes do not depend on tensor values, with a fake (meta) kernel",
-            hint="keep .item(), bool(tensor), data-dependent shapes and sparse gradients out of the step (and of the "
-            "optimizer); give a custom operator a kernel with torch.library.register_fake",
-            op=op,
-            module=self.module,
-        )
 
 
 def _has_dimensions(value: Any) -> bool:

@@ -5,7 +5,7 @@ measurement is a subtraction. Text and tables are the command line's.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from snugfit import sizes
@@ -42,6 +42,37 @@ class PeakAt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Storages that are alive at the peak and alike: same origin, category and size, in repeated modules or in one."""
+
+    num_bytes: int
+    "Of all of them together."
+    num_storages: int
+    category: str
+    module: str
+    "Fully qualified name; of several modules with the indices as stars, ``encoder.layer.*``."
+    op: str
+    "What made them."
+    phase: str
+    "When: ``build``, ``forward``, ``backward`` or ``optimizer``."
+    window: int
+    "In which window, from 1; 0 before the first."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowPeak:
+    """The peak of one traced window: the first makes the optimizer's state, the last is the steady state."""
+
+    window: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    "Largest reserved bytes within the window; a caching allocator keeps what earlier windows reserved."
+    peak_at: PeakAt
+    by_phase: Mapping[str, int]
+    "Phase (``forward``, ``backward``, ``optimizer``) to its largest allocated bytes."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
     """Memory of a training step on one device, all sizes in bytes.
 
@@ -73,6 +104,19 @@ class MemoryReport:
     "Phase to category to bytes; read with ``at``."
     assumptions: tuple[str, ...] = field(default=())
     "Sentences: what the numbers rest on."
+    holders: tuple[Holder, ...] = field(default=())
+    "Everything that is alive at the peak, what holds most first; the sum is ``peak_allocated_bytes``."
+    windows: tuple[WindowPeak, ...] = field(default=())
+    "The peak of each traced window: the first, and the steady state."
+    unused_bytes: int = 0
+    "Reserved beyond the live blocks of that moment, when the reserved bytes first reach their peak."
+    fragmentation_bytes: int = 0
+    """The part of ``unused_bytes`` that lies beside live blocks, so that the driver cannot have it back.
+
+    It serves later requests only if they fit into it; the other part is given back before memory runs out.
+    """
+    advice: tuple[str, ...] = field(default=())
+    "Sentences: what could be freed without changing the plan, with numbers of this trace."
 
     def at(self, phase: str) -> Mapping[str, int]:
         """Categories and bytes at ``"forward end"``, ``"backward end"`` or ``"step end"`` of the last window.
@@ -112,12 +156,12 @@ class MemoryReport:
             "margin_bytes": self.margin_bytes,
             "by_category": dict(self.by_category),
             "by_module": {module: dict(categories) for module, categories in self.by_module.items()},
-            "peak_at": {
-                "window": self.peak_at.window,
-                "phase": self.peak_at.phase,
-                "module": self.peak_at.module,
-                "op": self.peak_at.op,
-            },
+            "peak_at": asdict(self.peak_at),
+            "holders": [asdict(holder) for holder in self.holders],
             "phases": {phase: dict(categories) for phase, categories in self.phases.items()},
+            "windows": [asdict(window) for window in self.windows],
+            "unused_bytes": self.unused_bytes,
+            "fragmentation_bytes": self.fragmentation_bytes,
+            "advice": list(self.advice),
             "assumptions": list(self.assumptions),
         }

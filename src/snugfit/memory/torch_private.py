@@ -3,156 +3,51 @@
 ``tests/test_torch_private.py`` holds a canary per name: when a new torch moves one, that test says which.
 """
 
+import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-    in_kernel_invocation_manager,
-)
 from torch.optim import optimizer as _optimizer
-from torch.utils import _foreach_utils
+from torch.utils import _device, _foreach_utils
+from torch.utils._python_dispatch import _disable_current_modes
 
-FAKE_ERRORS: tuple[type[Exception], ...] = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
-"What fake tensors raise for an operation that they cannot follow."
+from snugfit.memory.fake_mode import FAKE_ERRORS as FAKE_ERRORS
+from snugfit.memory.fake_mode import Fake as Fake
+from snugfit.memory.fake_mode import FakeMode as FakeMode
 
-Fake = FakeTensor
-
-_CPU, _META = torch.device("cpu"), torch.device("meta")
 _CHANGES_STORAGE = ("resize_", "resize_as_", "set_")
-_KNOWS_VALUES = ("lift_fresh", "lift_fresh_copy", "scalar_tensor", "_local_scalar_dense")
-_UNMARKED_VIEWS = ("_unsafe_view", "_reshape_alias")
 _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _DEVICE_QUERY = torch.ops.prim.device.default
+PAD_PACKED_SEQUENCE: Any = torch._VF._pad_packed_sequence
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_BETWEEN = (__package__, "torch", "torch._dynamo")
+"Whose frames lie between an operation and a dispatch mode: torch keeps its compiler out of the mode."
 
 
-class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake CPU tensors, with short ways for what a training step mostly does.
-
-    A half of the time of torch's own dispatch goes into the key of its cache. Here a view is made by the meta kernel
-    at once, and a result that is new is made again from the shapes it had for inputs of the same shapes and types.
-    Everything else (values, scalars with known values, other layouts and devices) takes torch's way.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self._kinds: dict[Any, str] = {}
-        self._known: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
-
-    def run(self, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run one operation on fake tensors."""
-        kind = self._kinds.get(op) or self._kinds.setdefault(op, _kind(op))
-        described: list[Any] = [op]
-        if kind == "other" or not _describe(args, described) or not _describe(tuple(kwargs.values()), described):
-            return super().__torch_dispatch__(op, types, args, kwargs)
-        if kind == "view":
-            with in_kernel_invocation_manager(self):
-                result = op(*args, **kwargs)
-            return self._fake(result) if isinstance(result, torch.Tensor) else [self._fake(part) for part in result]
-        described.extend(kwargs)
-        key = tuple(described)
-        if key not in self._known:
-            result = super().__torch_dispatch__(op, types, args, kwargs)
-            self._known[key] = _recipe(result, args)
-            return result
-        recipe = self._known[key]
-        if recipe is None:
-            return super().__torch_dispatch__(op, types, args, kwargs)
-        container, parts = recipe
-        with in_kernel_invocation_manager(self):
-            made = [
-                None if part is None else torch.empty_strided(part[0], part[1], dtype=part[2], device=_META)
-                for part in parts
-            ]
-        fakes = [None if part is None else self._fake(part) for part in made]
-        return fakes[0] if container is None else container(fakes)
-
-    def _fake(self, meta: torch.Tensor) -> FakeTensor:
-        return FakeTensor(self, meta, _CPU)
+@functools.cache
+def is_view(op: Any) -> bool:
+    """Whether an operation's result shares its argument's storage."""
+    return bool(op.is_view) or op.__name__ in ("detach.default", "_unsafe_view.default")
 
 
-def _kind(op: Any) -> str:
-    """``view``, ``new`` (a function of shapes whose results share no storage with inputs), or ``other``."""
-    schema = op._schema
-    name = schema.name.partition("::")[2]
-    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
-    if schema.is_mutable or name in _KNOWS_VALUES or any(tag in op.tags for tag in tags) or not schema.returns:
-        return "other"
-    if name in _UNMARKED_VIEWS or op.is_view:
-        return "view"
-    return "new"
+@functools.cache
+def is_composite(op: Any) -> bool:
+    """Whether an operation is made of others, and has no fake kernel of its own."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return False
+    has_kernel, keys = torch._C._dispatch_has_kernel_for_dispatch_key, torch._C.DispatchKey
+    # The backward of silu and mish is composite for other devices and has a kernel for CPU and CUDA.
+    name: str = op.name()  # type: ignore[no-untyped-call]
+    return bool(has_kernel(name, keys.CompositeImplicitAutograd) and not has_kernel(name, keys.CPU))
 
 
-def _describe(values: Sequence[Any], described: list[Any]) -> bool:
-    """Append what the result of an operation depends on; False where that is more than shapes, types and numbers."""
-    for value in values:
-        kind = type(value)
-        if kind is FakeTensor:
-            if value.constant is not None or value.layout is not torch.strided or value.is_complex():
-                return False
-            if value.fake_device != _CPU:
-                return False
-            described += (value.shape, value.stride(), value.dtype)
-        elif kind is list or kind is tuple:
-            described.append(len(value))
-            if not _describe(value, described):
-                return False
-        elif value is None or kind in (int, float, bool, str, torch.dtype, torch.device, torch.memory_format):
-            described += (kind, value)
-        elif kind is torch.layout:
-            described.append(value)
-        else:
-            return False
-    return True
-
-
-def _recipe(result: Any, args: Sequence[Any]) -> tuple[Any, ...] | None:
-    """How to make a result again: its container, and shape, strides and dtype of each part; None if it cannot be."""
-    single = isinstance(result, torch.Tensor)
-    parts = [result] if single else list(result) if type(result) in (tuple, list) else None
-    if parts is None:
-        return None
-    storages = {tensor.untyped_storage()._cdata for tensor in _fakes(args)}
-    described: list[Any] = []
-    for part in parts:
-        if part is None:
-            described.append(None)
-            continue
-        plain = type(part) is FakeTensor and part.constant is None and part.layout is torch.strided
-        if not plain or part.is_complex() or part.fake_device != _CPU or part.storage_offset():
-            return None
-        storage = part.untyped_storage()
-        described.append((tuple(part.shape), part.stride(), part.dtype))
-        again = torch.empty_strided(tuple(part.shape), part.stride(), dtype=part.dtype, device=_META)
-        if storage._cdata in storages or storage.nbytes() != again.untyped_storage().nbytes():
-            return None
-        storages.add(storage._cdata)
-    return None if single else type(result), described
-
-
-def _fakes(values: Sequence[Any]) -> Iterator[FakeTensor]:
-    for value in values:
-        if type(value) is FakeTensor:
-            yield value
-        elif type(value) in (list, tuple):
-            yield from _fakes(value)
-
-
+@functools.cache
 def only_writes(op: Any) -> bool:
     """Whether an operation does no more than write into its first argument, so that fake tensors need not run it."""
     schema = op._schema
@@ -172,6 +67,33 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def is_called_by_autograd() -> bool:
+    """Whether the calling operation comes from C++ code of autograd's engine, not from Python code run in backward."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__package__") in _BETWEEN:
+        frame = frame.f_back
+    return frame.f_code is _ENGINE
+
+
+def sums_gradients(gradient: torch.Tensor) -> bool:
+    """Whether autograd, which asks for the sum of this gradient and another, would sum into this one if it were real.
+
+    It does when nobody else holds the tensor or its storage: ``can_accumulate_inplace`` in input_buffer.cpp. A
+    dispatched call itself holds the tensor three times more, and looking at a storage once more.
+    """
+    if not is_called_by_autograd() or gradient._use_count() != 1 + 3:  # type: ignore[attr-defined]
+        return False
+    return bool(torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) == 1 + 1)
+
+
+def is_held_by_one_call(tensor: torch.Tensor) -> bool:
+    """Whether only the C++ code that calls the operation holds a tensor, and no variable of Python's.
+
+    A dispatched call itself holds it three times more; one that Python made is held by its object instead.
+    """
+    return bool(tensor._use_count() == 1 + 3)  # type: ignore[attr-defined]
+
+
 def next_sequence_number() -> int:
     """The number that autograd will give to the next node made on this thread."""
     return int(torch._C._autograd._get_sequence_nr())
@@ -183,9 +105,51 @@ def current_sequence_number() -> int | None:
     return None if node is None else int(node._sequence_nr())
 
 
+def attention_priority() -> list[int]:
+    """The kernels for attention in the order in which torch tries them, as numbers of ``SDPBackend``."""
+    return [int(number) for number in torch._C._get_sdp_priority_order()]
+
+
 def without_autocast() -> Any:
     """A context in which the CPU's autocast kernels are passed by."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU)
+
+
+def no_torch_function() -> Any:
+    """A context in which torch's functions are called past every torch-function mode."""
+    return torch._C.DisableTorchFunction()
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a sparse tensor, whether its indices are unique or not."""
+    return tensor._indices(), tensor._values()
+
+
+def is_meta(tensor: Any) -> bool:
+    """Whether a fake tensor stands for one of the meta device, which takes no memory anywhere."""
+    return bool(tensor.fake_device.type == "meta")
+
+
+def is_functorch_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor only stands for another one inside of ``torch.func``."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def default_device() -> Any:
+    """The device that ``with torch.device(...)`` or ``torch.set_default_device`` names; None for none."""
+    return _device.CURRENT_DEVICE
+
+
+def no_modes() -> Any:
+    """A context without dispatch modes; fake tensors used in it bring their own back."""
+    return _disable_current_modes()
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """A context in which plain tensors are computed for real, whatever modes are active around it."""
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+        yield
 
 
 def operator(name: str) -> Any:
@@ -212,39 +176,101 @@ def foreach_for_fake_tensors() -> Iterator[None]:
     for patch in patches:
         patch.start()
     for types in lists:
-        types.append(FakeTensor)
+        types.append(Fake)
     try:
         yield
     finally:
         for types in lists:
-            types.remove(FakeTensor)
+            types.remove(Fake)
         for patch in patches:
             patch.stop()
 
 
 @contextmanager
-def modules_converted_in_place() -> Iterator[None]:
+def modules_converted_in_place(keep: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
     """Let ``module.to()``, ``.cuda()`` and ``.half()`` work on fake parameters.
 
     For real parameters torch replaces a parameter's data and keeps the object; for fake ones it tries to swap
     tensors and fails ("couldn't swap"). Here the data of fake ones is replaced as well, so that ties last.
+
+    Args:
+        keep: Called with a real parameter or buffer, which is left as it is, and what it was to become.
     """
     original: Callable[..., nn.Module] = nn.Module._apply
 
     def apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        held = [tensor for tensor in (*self._parameters.values(), *self._buffers.values()) if tensor is not None]
         own = [parameter for parameter in self._parameters.values() if parameter is not None]
-        if not all(isinstance(parameter, FakeTensor) for parameter in own):
+        if held and all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in held):  # made before the trace
+            with torch.no_grad():
+                for tensor in held:
+                    keep(tensor, fn(tensor))
+            for child in self.children() if recurse else ():
+                child._apply(fn)
+            return cast(nn.Module, self)
+        if not all(isinstance(parameter, Fake) for parameter in own):
             return original(self, fn, recurse)
         for child in self.children() if recurse else ():
             child._apply(fn)
-        for parameter in own:
+        for name, parameter in self._parameters.items():
+            if parameter is None:
+                continue
             with torch.no_grad():
-                parameter.data = fn(parameter)
+                made = fn(parameter)
+            if is_meta(parameter) == is_meta(made):
+                parameter.data = made
+            else:  # from the meta device or to it: another object, as with real parameters
+                self._parameters[name] = nn.Parameter(made, parameter.requires_grad)
         self._buffers.update({name: fn(buffer) for name, buffer in self._buffers.items() if buffer is not None})
         module: nn.Module = self
         return module
 
     with mock.patch.object(nn.Module, "_apply", apply):
+        yield
+
+
+@contextmanager
+def engine_entered(mode: Any) -> Iterator[None]:
+    """Let a torch-function mode be active while autograd runs: torch takes it off around ``tensor.backward()``."""
+    original = torch.autograd.graph._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode.entered():
+            return original(*args, **kwargs)
+
+    with (
+        mock.patch.object(torch.autograd.graph, "_engine_run_backward", run),
+        mock.patch.object(torch.autograd, "_engine_run_backward", run),
+    ):
+        yield
+
+
+@contextmanager
+def compiled_run_eagerly(on_compiled: Callable[[], None]) -> Iterator[None]:
+    """Let what torch.compile made run as plain Python; says so each time, before it runs."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        yield
+        return
+
+    def eager(callback: Any) -> None:
+        if callback not in (None, False):
+            on_compiled()
+
+    with mock.patch.object(frames, "_callback_from_stance", eager):
+        yield
+
+
+@contextmanager
+def subclasses_on_host() -> Iterator[None]:
+    """Let tensor subclasses made of fake tensors be of the host, as those are for torch's C++ code."""
+    original: Any = torch.Tensor._make_wrapper_subclass
+
+    def make(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        is_card = device is not None and torch.device(device).type == "cuda"
+        return original(*args, device=torch.device("cpu") if is_card else device, **kwargs)
+
+    with mock.patch.object(torch.Tensor, "_make_wrapper_subclass", staticmethod(make)):
         yield
 
 
@@ -257,6 +283,7 @@ def autocast_as_cpu(on_cache_cleared: Callable[[], None]) -> Iterator[None]:
     """
     original_init = torch.amp.autocast_mode.autocast.__init__
     original_clear = torch.clear_autocast_cache
+    original_cast: Callable[..., Any] = torch.amp.autocast_mode._cast
 
     def init(
         self: Any,
@@ -274,8 +301,13 @@ def autocast_as_cpu(on_cache_cleared: Callable[[], None]) -> Iterator[None]:
         on_cache_cleared()
         original_clear()
 
+    def cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        value = original_cast(value, device_type, dtype)
+        return original_cast(value, "cpu", dtype) if device_type == "cuda" else value
+
     with (
         mock.patch.object(torch.amp.autocast_mode.autocast, "__init__", init),
+        mock.patch.object(torch.amp.autocast_mode, "_cast", cast),
         mock.patch.object(torch, "clear_autocast_cache", clear),
     ):
         yield

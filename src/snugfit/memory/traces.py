@@ -1,6 +1,6 @@
 """A recorded step, replayed through its device's allocator: the peak, its moment, and who holds it.
 
-Entry point: ``Trace``.
+Entry point: ``Trace``. The sums are ``attribution``'s, the sentences ``advice``'s.
 """
 
 from bisect import bisect_right
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from snugfit import hardware
-from snugfit.memory import allocator
-from snugfit.memory.events import Birth, Recording, Work
-from snugfit.memory.reports import PHASES, MemoryReport, PeakAt
+from snugfit.memory import advice, allocator, allocator_settings, attribution, fragmentation
+from snugfit.memory.events import Recording, Work
+from snugfit.memory.reports import PHASES, MemoryReport, margin_bytes
 
 _STATIC = ("parameter", "buffer", "gradient", "optimizer")
 
@@ -39,37 +39,61 @@ class Trace:
 
     def peaks(self) -> allocator.Simulation:
         """Replay the events through the device's allocator; the CPU has none, there blocks are what was asked for."""
-        sizes = [birth.num_bytes for birth in self.recording.births]
-        if self.device.kind == "cuda":
-            return allocator.simulate(sizes, self.recording.events)
-        peak, at = _peak(sizes, self.recording.events)
-        return allocator.Simulation(peak, peak, at, sizes)
+        return self._replay(self.recording)
 
     def report(self) -> MemoryReport:
         """Name the peak and who holds it."""
         recording = self.recording
-        replay = self.peaks()
-        blocks, at = replay.block_bytes, replay.peak_index
-        phases = {name: _by_category(recording, blocks, _last(recording, name)) for name in PHASES}
-        nothing = Birth(0, "other", "build", "", "nothing", 0)
-        birth = recording.births[recording.events[at] - 1] if recording.births else nothing
+        replayed = self.peaks()
+        births, blocks, at = recording.births, replayed.block_bytes, replayed.peak_index
+        timeline = attribution.Timeline(recording, blocks)
+        moments = {name: _last(recording, name) for name in PHASES}
+        alive = timeline.alive([at + 1, *moments.values()])
+        phases = {name: attribution.by_category(births, blocks, alive[p]) for name, p in moments.items()}
         return MemoryReport(
             device=self.device.name,
             label="modelled",
-            peak_allocated_bytes=replay.peak_allocated_bytes,
-            peak_reserved_bytes=replay.peak_reserved_bytes,
+            peak_allocated_bytes=replayed.peak_allocated_bytes,
+            peak_reserved_bytes=replayed.peak_reserved_bytes,
             static_bytes=sum(phases["backward end"].get(category, 0) for category in _STATIC),
             context_bytes=self.device.context_bytes,
-            by_category=_by_category(recording, blocks, at + 1),
-            by_module=_by_module(recording, blocks, at + 1),
-            peak_at=PeakAt(window=birth.window, phase=birth.phase, module=birth.module, op=birth.op),
+            by_category=attribution.by_category(births, blocks, alive[at + 1]),
+            by_module=attribution.by_module(births, blocks, alive[at + 1]),
+            peak_at=timeline.at(at),
+            holders=attribution.holders(births, blocks, alive[at + 1]),
             phases=phases,
-            assumptions=self.assumptions,
+            windows=timeline.windows(replayed.reserved_changes),
+            unused_bytes=replayed.at_reserved_peak.free_bytes,
+            fragmentation_bytes=replayed.at_reserved_peak.fragment_bytes,
+            advice=(
+                *advice.sentences(recording, replayed, alive[at + 1], self._replay),
+                *self._on_fragmentation(replayed),
+            ),
+            assumptions=(*self.assumptions, *self._settings().sentences()),
         )
+
+    def _on_fragmentation(self, replayed: allocator.Simulation) -> tuple[str, ...]:
+        lost = replayed.peak_reserved_bytes - replayed.peak_allocated_bytes  # the most that another setting could save
+        if lost <= margin_bytes(replayed.peak_reserved_bytes, self.device.name):
+            return ()  # less than what is kept free anyway
+        requested = [birth.num_bytes for birth in self.recording.births]
+        return fragmentation.advice(requested, self.recording.events, replayed, self._settings())
+
+    def _settings(self) -> allocator_settings.AllocatorSettings:
+        """What the environment asks of the caching allocator; the CPU has none."""
+        return allocator_settings.from_environment() if self.device.kind == "cuda" else allocator_settings.DEFAULTS
+
+    def _replay(self, recording: Recording) -> allocator.Simulation:
+        sizes = [birth.num_bytes for birth in recording.births]
+        if self.device.kind == "cuda":
+            return allocator.simulate(sizes, recording.events, settings=self._settings())
+        peak, at = _peak(sizes, recording.events)
+        return allocator.Simulation(peak, peak, at, sizes)
 
 
 def _peak(sizes: Sequence[int], events: Sequence[int]) -> tuple[int, int]:
-    current = peak = at = 0
+    current = peak = 0
+    at = -1
     for position, event in enumerate(events):
         if event > 0:
             current += sizes[event - 1]
@@ -83,31 +107,3 @@ def _peak(sizes: Sequence[int], events: Sequence[int]) -> tuple[int, int]:
 def _last(recording: Recording, mark: str) -> int:
     positions = [position for position, name in recording.marks if name == mark]
     return positions[-1] if positions else len(recording.events)
-
-
-def _alive(recording: Recording, position: int) -> set[int]:
-    """Indices of the births that are alive before the event at ``position``."""
-    alive: set[int] = set()
-    for event in recording.events[:position]:
-        if event > 0:
-            alive.add(event - 1)
-        else:
-            alive.discard(-event - 1)
-    return alive
-
-
-def _by_category(recording: Recording, blocks: Sequence[int], position: int) -> dict[str, int]:
-    totals: dict[str, int] = {}
-    for index in _alive(recording, position):
-        category = recording.births[index].category
-        totals[category] = totals.get(category, 0) + blocks[index]
-    return dict(sorted(totals.items(), key=lambda item: -item[1]))
-
-
-def _by_module(recording: Recording, blocks: Sequence[int], position: int) -> dict[str, dict[str, int]]:
-    totals: dict[str, dict[str, int]] = {}
-    for index in _alive(recording, position):
-        birth = recording.births[index]
-        module = totals.setdefault(birth.module, {})
-        module[birth.category] = module.get(birth.category, 0) + blocks[index]
-    return dict(sorted(totals.items(), key=lambda item: -sum(item[1].values())))

@@ -5,11 +5,12 @@ second on the optimizer's state is there. Left out: library workspaces that only
 other processes hold.
 """
 
-import copy
 import gc
+import logging
+import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -20,15 +21,42 @@ from torch import Tensor, nn
 from snugfit import hardware
 from snugfit.errors import PlanError
 from snugfit.jobs import Job
-from snugfit.memory import library_rules, torch_private
+from snugfit.memory import (
+    compilation,
+    cuda_functions,
+    data_parallel,
+    inference,
+    library_rules,
+    loaders,
+    opaque,
+    places,
+    pretrained_weights,
+    reading,
+    refusals,
+    torch_private,
+    twins,
+)
+from snugfit.memory.cpu import random_states as cpu_random_states
+from snugfit.memory.cpu.rules import CpuRules
+from snugfit.memory.cuda.rules import Rules
 from snugfit.memory.cuda.semantics import cuda_semantics
-from snugfit.memory.cuda.workspaces import Workspaces
-from snugfit.memory.placement import Placement, cuda_functions_without_a_card
+from snugfit.memory.cuda.target import target_of
+from snugfit.memory.placement import Placement
 from snugfit.memory.recording import Recorder
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory.traces import Trace
 from snugfit.plans import Plan
-from snugfit.training import build, example, nonfinite, precision, random_states, splitting, updates
+from snugfit.training import (
+    build,
+    checkpointing,
+    example,
+    nonfinite,
+    offloading,
+    precision,
+    random_states,
+    splitting,
+    updates,
+)
 
 _FULL_MICRO_BATCHES = 2
 _WINDOWS = 2
@@ -124,13 +152,14 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
             # On the CPU nothing is moved: the batch on the host, which the recorder has seen, is what the step reads.
             return micro_batch if device.kind == "cpu" else splitting.map_tensors(recorder.moved, micro_batch)
 
-        traced = replace(job, model=_fake_copy(job.model)) if isinstance(job.model, nn.Module) else job
-        with recorder.on_device():
-            engine = build.construct(traced, plan, torch.device("cpu"))
-        recorder.adopt(engine.model)
+        traced, own_plan = data_parallel.over_ranks(job, plan, lambda module: twins.of_module(module, recorder))
+        # On the CPU everything lies in one place, which nothing has to name.
+        with recorder.on_device() if device.kind == "cuda" else nullcontext():
+            engine = build.construct(traced, own_plan, torch.device(device.kind))
+        recorder.adopt(checkpointing.unwrapped(engine.model))
         for optimizer in engine.optimizers:
             recorder.adopt_masters(updates.of(optimizer).pairs())
-        fakes = [splitting.map_tensors(recorder.from_tensor, micro_batch) for micro_batch in micro_batches]
+        fakes = [splitting.map_tensors(recorder.faked, micro_batch) for micro_batch in micro_batches]
         engine.runner.hooks = replace(engine.runner.hooks, decide=lambda found_inf, count: None, move=move)
 
         def step() -> object:
@@ -151,43 +180,79 @@ def record(
     """Record some windows of a step for a device."""
     cuda = device.kind == "cuda"
     capability = device.compute_capability or (8, 0)
-    recorder = Recorder(on_op=Workspaces(capability) if cuda else None, host_scalars=cuda)
-    assumptions = []
+    rules = Rules(target_of(device)) if cuda else CpuRules()
+    recorder = Recorder(on_op=rules, host_scalars=cuda)
+    assume = recorder.assume
     if cuda and device.compute_capability is None:
-        assumptions.append("compute capability unknown, taken as 8.0: attention kernels and workspaces follow it")
+        assume("compute capability unknown, taken as 8.0: attention kernels and workspaces follow it")
     with ExitStack() as stack:
         stack.enter_context(collector_off())
         stack.enter_context(random_states.seeded(0))
         if cuda:
-            stack.enter_context(cuda_semantics(capability, lambda cast: recorder.categorise([cast], "autocast")))
+            casts = cuda_semantics(capability, lambda cast: recorder.categorise([cast], "autocast"), assume)
+            stack.enter_context(casts)
+        else:
+            stack.enter_context(cpu_random_states.recorded(recorder))
         # An engine that make_step builds must not read whether a gradient is finite.
         stack.enter_context(mock.patch.object(nonfinite, "decider", return_value=lambda found_inf, count: None))
         stack.enter_context(_precision_of(device))
         stack.enter_context(_initialisers_off())
-        stack.enter_context(torch_private.modules_converted_in_place())
+        placement = Placement(recorder, is_card=cuda)
+        stack.enter_context(torch_private.modules_converted_in_place(placement.keep))
+        stack.enter_context(torch_private.engine_entered(placement))
+        stack.enter_context(compilation.off(assume))
+        stack.enter_context(reading.files_not_written(assume))
+        stack.enter_context(pretrained_weights.without_values(recorder))
+        stack.enter_context(inference.as_without_gradients())
+        stack.enter_context(loaders.loaded_for_real(recorder.faked))
         stack.enter_context(recorder.recording_on())
+        stack.enter_context(mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # torch's own, of ours
         warnings.filterwarnings("ignore", message="BatchNorm makes")  # of numbers, which a trace does not have
+        functions = cuda_functions.answered_for(device, recorder, assume) if cuda else cuda_functions.absent()
+        stack.enter_context(functions)
         if cuda:
-            stack.enter_context(cuda_functions_without_a_card())
-        stack.enter_context(Placement(recorder))
-        step = make_step(recorder)
-        if not callable(step):
-            raise PlanError(
-                "make_step did not return a step",
-                got=type(step).__name__,
-                expected="a function without arguments that runs one whole update",
-                hint="return the inner function: `return step`, not `return step()`",
-            )
+            stack.enter_context(_offloading_from(recorder))
+        stack.enter_context(placement.answering_devices())
+        stack.enter_context(torch_private.subclasses_on_host())
+        stack.enter_context(placement)
+        stack.enter_context(opaque.traced_by(recorder))
+        stack.enter_context(data_parallel.wrapping_alone(recorder, assume))
+        with _explained(recorder):
+            step = make_step(recorder)
+            if not callable(step):
+                raise refusals.not_a_step(step)
         # Now that what make_step imports is there.
-        assumptions += stack.enter_context(library_rules.as_with_real_tensors())
+        stack.enter_context(library_rules.as_with_real_tensors(recorder))
+        drawn_before = _python_draws()
         for _ in range(num_windows):
             recorder.begin_window()
-            step()
+            with _explained(recorder):
+                step()
             recorder.end_window()
+        if _python_draws() != drawn_before:
+            assume("the step draws random numbers in Python or numpy: the windows are recorded as they ran with seed 0")
+    for sentence in rules.assumptions:
+        assume(sentence)
     recording = recorder.recording_on_device() if cuda else recorder.recording
-    return Trace(recording, device, tuple(assumptions))
+    return Trace(recording, device, tuple(recorder.assumptions))
+
+
+@contextmanager
+def _explained(recorder: Recorder) -> Iterator[None]:
+    """What leaves the step is the user's own exception or a refusal by name, never a traceback into fake tensors."""
+    try:
+        yield
+    except Exception as error:
+        explained = refusals.escaped(error, recorder.last_op, recorder.name_of)
+        if explained is error:
+            raise
+        raise explained from error
+
+
+def _python_draws() -> tuple[Any, Any]:
+    return random.getstate(), random_states.numpy_state()
 
 
 def skeleton(job: Job) -> nn.Module:
@@ -211,13 +276,33 @@ def _precision_of(device: hardware.Device) -> Iterator[None]:
 
 
 @contextmanager
+def _offloading_from(recorder: Recorder) -> Iterator[None]:
+    """Let offloaded tensors leave the traced device, though all are fake CPU tensors."""
+
+    def to_host(tensor: Tensor) -> tuple[Tensor, None]:
+        with recorder.places.naming(places.HOST):
+            return tensor.clone(), None
+
+    def to_device(tensor: Tensor, *_: Any) -> Tensor:
+        with recorder.on_device():
+            return tensor.clone()
+
+    def is_on_host(tensor: Tensor) -> bool:
+        return recorder.place_of(tensor) == places.HOST
+
+    with mock.patch.multiple(offloading, to_host=to_host, to_device=to_device, is_on_host=is_on_host):
+        yield
+
+
+@contextmanager
 def _initialisers_off() -> Iterator[None]:
     """Build modules without initialising weights, which hold no data (and some initialisers read values)."""
 
     def keep(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
         return tensor
 
-    names = [name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
+    # The hidden ones are behind names that code has imported before.
+    names = [name for name in dir(nn.init) if (name.endswith("_") and name[:1] != "_") or name.startswith("_no_grad_")]
     replaced: dict[str, Any] = dict.fromkeys(names, keep)
     with mock.patch.multiple(nn.init, **replaced):
         yield
@@ -240,25 +325,6 @@ def collector_off() -> Iterator[None]:
             gc.unfreeze()
         if was_enabled:
             gc.enable()
-
-
-def _fake_copy(module: nn.Module) -> Callable[[], nn.Module]:
-    """A builder of the module's twin whose parameters and buffers are fake; the module is not touched."""
-
-    def twin() -> nn.Module:
-        memo: dict[int, Any] = {}
-        for parameter in module.parameters():
-            fake = nn.Parameter(_empty_like(parameter), requires_grad=parameter.requires_grad)
-            memo[id(parameter)] = fake
-        for buffer in module.buffers():
-            memo[id(buffer)] = _empty_like(buffer)
-        return copy.deepcopy(module, memo)
-
-    return twin
-
-
-def _empty_like(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def _representative(num_micro_batches: int, plan: Plan) -> list[int]:

@@ -265,7 +265,7 @@ class _Search:
             plan=chosen.plan,
             runner_up=min(others, key=_by_time).plan if others else None,
             ladder=ladder,
-            frontier=_frontier(list(self.candidates.values())),
+            frontier=_frontier(list(self.candidates.values()), chosen),
             reasons=explain.reasons(chosen, self.candidates.values(), self.fixed, self.budget_bytes, precision, model),
             memory=chosen.memory,
         )
@@ -303,9 +303,13 @@ def _by_time(candidate: Candidate) -> tuple[float, int, int]:
     return round(candidate.step_time_s, 9), len(plan.recompute), -plan.micro_batch_size
 
 
-def _frontier(candidates: list[Candidate]) -> tuple[Candidate, ...]:
+def _frontier(candidates: list[Candidate], chosen: Candidate) -> tuple[Candidate, ...]:
+    """The candidates that no other beats in both time and memory; those that count as equal to the chosen one yield."""
     frontier: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.step_time_s, c.memory.needed_bytes)):
+        is_equal = candidate.step_time_s <= chosen.step_time_s <= candidate.step_time_s * _EQUAL_TIME
+        if candidate.plan != chosen.plan and is_equal and candidate.memory.needed_bytes <= chosen.memory.needed_bytes:
+            continue
         if not frontier or candidate.memory.needed_bytes < frontier[-1].memory.needed_bytes:
             frontier.append(candidate)
     return tuple(frontier)

@@ -1,6 +1,8 @@
-"""Which kernel CUDA takes for scaled-dot-product attention, and what that kernel makes and saves.
+"""What CUDA's kernels for scaled-dot-product attention make and save.
 
-Entry point: ``Attention``, a kernel for ``aten::scaled_dot_product_attention``.
+Entry point: ``ScaledDotProductAttention``, a kernel for ``aten::scaled_dot_product_attention``. Rules:
+ATen/native/transformers/attention.cpp. ``attention_choice`` says which kernel runs, ``attention_buffers`` what it
+takes beside its results.
 """
 
 import math
@@ -10,17 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from snugfit.memory.cuda.attention_choice import Attention, Kernel, choose
+from snugfit.memory.cuda.target import Target
+
 aten: Any = torch.ops.aten
+_switches: Any = torch.backends.cuda
+_UNBATCHED_SINCE = (2, 14)
+"First torch that gives inputs of three dimensions to fused kernels: sdp_utils_cpp.h, ``normalize_unbatched_input``."
+_MASK_ALIGNMENT = 8
+"Elements that rows of a mask are padded to for the memory-efficient kernel (16 before torch 2.4)."
 
 
-class Attention:
-    """Chooses CUDA's kernel for scaled-dot-product attention by the target's capability, types, sizes and mask.
+class ScaledDotProductAttention:
+    """Runs the operator as the target's kernel would, with what that kernel makes and saves."""
 
-    Rules: ATen/native/transformers/cuda/sdp_utils.cpp; order flash, memory-efficient, math.
-    """
-
-    def __init__(self, compute_capability: tuple[int, int]) -> None:
-        self._capability = compute_capability
+    def __init__(self, target: Target) -> None:
+        self._target = target
 
     def __call__(
         self,
@@ -35,70 +42,90 @@ class Attention:
         enable_gqa: bool = False,
     ) -> Tensor:
         """The operator, by the kernel that the target would take."""
-        head_dim = query.shape[-1]
-        if self._flash(query, key, value, attn_mask, is_causal):
-            padding = -head_dim % 8
-            if padding:
-                scale = 1 / math.sqrt(head_dim) if scale is None else scale
-                query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
-            flash = aten._scaled_dot_product_flash_attention
-            output: Tensor = flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
-            return output[..., :head_dim] if padding else output
-        if self._memory_efficient(query, key, value, attn_mask, enable_gqa):
-            needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-            bias = None if attn_mask is None else _bias(attn_mask, query, key)
-            efficient: Tensor = aten._scaled_dot_product_efficient_attention(
-                query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale
+        asked = Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        kernel = choose(asked, self._target)
+        mask = attn_mask
+        if kernel is Kernel.MATH and query.dim() == 3 and self._target.torch_version >= _UNBATCHED_SINCE:
+            tensors = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
+            asked = Attention(*tensors, _batched(mask), dropout_p, is_causal, enable_gqa)
+            if choose(asked, self._target) is not Kernel.MATH:
+                return self(*tensors, asked.mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).squeeze(0)
+            asked = Attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = _additive(mask, query.dtype)
+        if kernel is Kernel.FLASH:
+            return _flash(asked, scale)
+        if kernel is Kernel.MATH:
+            return _math(asked, mask, scale)
+        if kernel is Kernel.CUDNN:
+            operator = aten._scaled_dot_product_cudnn_attention
+            output: Tensor = operator(
+                query, key, value, mask, asked.needs_gradient, dropout_p, is_causal, False, scale=scale
             )[0]
-            return efficient
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = _additive(attn_mask, query.dtype)
-        composite: Tensor = aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-        )[0]
-        return composite
+            return output
+        bias = None if mask is None else _bias(mask, query, key)
+        operator = aten._scaled_dot_product_efficient_attention
+        efficient: Tensor = operator(query, key, value, bias, asked.needs_gradient, dropout_p, is_causal, scale=scale)[
+            0
+        ]
+        return efficient
 
-    def _flash(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
-        head_dim = query.shape[-1]
-        return (
-            query.dim() == 4
-            and self._capability >= (8, 0)
-            and query.dtype in (torch.float16, torch.bfloat16)
-            and query.dtype == key.dtype == value.dtype
-            and mask is None
-            and head_dim == key.shape[-1] == value.shape[-1]
-            and head_dim <= 256
-            and not (is_causal and query.shape[-2] != key.shape[-2])
-        )
 
-    def _memory_efficient(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool
-    ) -> bool:
-        types = [torch.float32, torch.float16]
-        if self._capability >= (8, 0):
-            types.append(torch.bfloat16)
-        alignment = 16 // query.element_size() if self._capability >= (8, 0) else 8 // query.element_size()
-        return (
-            query.dim() == 4
-            and self._capability >= (5, 0)
-            and query.dtype in types
-            and query.dtype == key.dtype == value.dtype
-            and not (enable_gqa and query.shape[-3] != key.shape[-3])
-            and query.shape[-1] % alignment == 0
-            and value.shape[-1] % alignment == 0
-            and not (mask is not None and mask.requires_grad)
+def _batched(mask: Tensor | None) -> Tensor | None:
+    while mask is not None and mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    return mask
+
+
+def _flash(asked: Attention, scale: float | None) -> Tensor:
+    """FlashAttention 2: heads padded to 8 elements, which is what is saved."""
+    head_dim = asked.query.shape[-1]
+    padding = -head_dim % 8
+    tensors = (asked.query, asked.key, asked.value)
+    if padding:
+        tensors = tuple(F.pad(tensor, (0, padding)) for tensor in tensors)  # type: ignore[assignment]
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    operator = aten._scaled_dot_product_flash_attention
+    output: Tensor = operator(*tensors, asked.dropout_p, asked.is_causal, scale=scale)[0]
+    return output[..., :head_dim] if padding else output
+
+
+def _math(asked: Attention, mask: Tensor | None, scale: float | None) -> Tensor:
+    """The composite operator: scores and weights as tensors, half precision computed in single.
+
+    Torch's own adds the mask out of place where it sees fake tensors; real scores are added to in place.
+    """
+    query, key, value = asked.query, asked.key, asked.value
+    dtype = query.dtype
+    if not _switches.fp16_bf16_reduction_math_sdp_allowed():
+        query, key, value = (
+            t.float() if t.dtype in (torch.float16, torch.bfloat16) else t for t in (query, key, value)
         )
+    factor = math.sqrt(abs(scale if scale is not None else 1 / math.sqrt(query.shape[-1])))
+    query = query * (-factor if scale is not None and scale < 0 else factor)
+    if asked.is_causal:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        mask = _additive(mask, query.dtype)
+    if asked.enable_gqa and not query.shape[-3] == key.shape[-3] == value.shape[-3]:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    scores = query @ (key.transpose(-2, -1) * factor)
+    if mask is not None:
+        scores.add_(mask)
+    weights = aten._safe_softmax(scores, -1)
+    del scores
+    if asked.dropout_p:
+        weights = F.dropout(weights, asked.dropout_p)
+    output: Tensor = (weights @ value).to(dtype)
+    return output
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.where(mask, torch.zeros((), dtype=dtype), torch.full((), -math.inf, dtype=dtype))
+    return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=dtype, device=mask.device))
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask as the memory-efficient kernel takes it: additive, rows padded to 16 elements, expanded as a view."""
-    if mask.dtype == torch.bool:
-        mask = _additive(mask, query.dtype)
+    """The mask as the memory-efficient kernel takes it: rows padded where they are not aligned, expanded as a view."""
     length = mask.shape[-1]
-    if length % 16:
-        mask = F.pad(mask, (0, -length % 16))[..., :length]
+    if mask.stride(-1) != 1 or any(stride % _MASK_ALIGNMENT for stride in mask.stride()[:-1]):
+        mask = F.pad(mask, (0, _MASK_ALIGNMENT - length % _MASK_ALIGNMENT))[..., :length]
     return mask.expand(query.shape[0], query.shape[1], query.shape[-2], key.shape[-2])

@@ -31,6 +31,12 @@ FLOAT32_OUTPUT = frozenset(
 )
 "Reductions that keep their input's type and compute a float32 result (unless a dtype is given)."
 
+FLOAT32_NORM = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+"Norms that become those with a dtype, here float32: no copy of the input in that type is made."
+
+NOT_IMPOSED = frozenset(["_cudnn_rnn"])
+"Registered by builds with cuDNN only; ``recurrent`` casts what goes there."
+
 BANNED = frozenset(["binary_cross_entropy"])
 "Operators that raise under autocast."
 
@@ -73,6 +79,19 @@ def kernel_for(name: str, casts: CastCache) -> Callable[..., Any]:
             raise RuntimeError(f"{name} is unsafe to autocast; use its form with logits")
 
         return banned
+    if name in FLOAT32_NORM:
+        with_dtype = torch_private.operator(FLOAT32_NORM[name])
+
+        def norm(*args: Any, **kwargs: Any) -> Any:
+            with torch_private.without_autocast():
+                if not _is_eligible(args[0]):
+                    return operator(*args, **kwargs)
+                defaults = {argument.name: argument.default_value for argument in operator._schema.arguments}
+                given = dict(zip(defaults, args, strict=False), **kwargs)
+                return with_dtype(**{"p": 2, **defaults, **given}, dtype=torch.float32)
+
+        return norm
+
     if name in FLOAT32_OUTPUT:
 
         def reduction(*args: Any, **kwargs: Any) -> Any:

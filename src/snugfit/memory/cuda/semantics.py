@@ -9,20 +9,24 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from snugfit.memory import torch_private
-from snugfit.memory.cuda import autocast, kernels
-from snugfit.memory.cuda.attention import Attention
+from snugfit.memory.cuda import autocast, autocast_state, kernels, normalisation, recurrent
+from snugfit.memory.cuda.attention import ScaledDotProductAttention
+from snugfit.memory.cuda.target import of_capability
 
 aten: Any = torch.ops.aten
 
 
 @contextmanager
 def cuda_semantics(
-    compute_capability: tuple[int, int], on_weight_cast: Callable[[Tensor], None] = lambda cast: None
+    compute_capability: tuple[int, int],
+    on_weight_cast: Callable[[Tensor], None] = lambda cast: None,
+    assume: Callable[[str], None] = lambda sentence: None,
 ) -> Iterator[None]:
     """Make fake CPU tensors behave as CUDA tensors for as long as the context lasts.
 
@@ -32,6 +36,7 @@ def cuda_semantics(
     Args:
         compute_capability: Of the target, such as ``(8, 6)``; decides which attention kernel runs.
         on_weight_cast: Called with every cast of a weight that autocast keeps.
+        assume: Called with what a kernel had to assume, in words.
     """
     casts = autocast.CastCache(on_weight_cast)
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -42,13 +47,23 @@ def cuda_semantics(
             _impose(library, name.removeprefix("aten::"), None, "AutocastCPU")
         for name in torch_private.autocast_registrations("AutocastCUDA"):
             short = name.removeprefix("aten::")
-            _impose(library, short, autocast.kernel_for(short, casts), "AutocastCPU")
+            if short not in autocast.NOT_IMPOSED:
+                _impose(library, short, autocast.kernel_for(short, casts), "AutocastCPU")
         _impose(library, "dropout", kernels.dropout, "AutogradCPU")
-        _impose(library, "scaled_dot_product_attention", Attention(compute_capability), "AutogradCPU")
+        target = of_capability(compute_capability)
+        _impose(library, "scaled_dot_product_attention", ScaledDotProductAttention(target), "AutogradCPU")
+        fused_rms_norm = normalisation.rms_norm(target)
+        if fused_rms_norm is not None:
+            _impose(library, "rms_norm", fused_rms_norm, "AutogradCPU")
+        for name, kernel in recurrent.kernels(assume).items():
+            _impose(library, name, kernel, "AutogradCPU")
+        # Which lays all weights behind each other: as many bytes, in one tensor instead of several.
+        stack.enter_context(mock.patch.object(nn.RNNBase, "flatten_parameters", return_value=None))
         _impose(library, "softmax.int", kernels.softmax(aten._softmax), "AutogradCPU")
         _impose(library, "log_softmax.int", kernels.softmax(aten._log_softmax), "AutogradCPU")
         stack.enter_context(torch_private.foreach_for_fake_tensors())
         stack.enter_context(torch_private.autocast_as_cpu(casts.clear))
+        stack.enter_context(autocast_state.answered_for_cuda())
         yield
 
 

@@ -1,0 +1,286 @@
+"""What every form of activation checkpointing saves and costs on a 24-layer GPT: predicted beside measured.
+
+Run ``python benchmarks/checkpointing.py [--rounds 5] [--quick] [--write]``. Peaks are measured from the profiler's
+memory events, times as the median over rounds of (form / plain within one round), so that a noisy machine hits both.
+The predicted time prices the operations of the trace at the rates that the plain step's own operations reached here.
+CPU-measured; exit status 1 when a target is missed.
+"""
+
+import argparse
+import platform
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import snugfit
+from snugfit import Job, Plan, Segment, hardware, sizes
+from snugfit.memory.events import Work
+from snugfit.memory.tracing import record_job
+from snugfit.training import checkpointing
+
+WIDTH, LAYERS, HEADS, CONTEXT, VOCABULARY, BATCH = 192, 24, 4, 128, 256, 8
+PEAK_LIMIT, TIME_LIMIT = 0.01, 0.05
+LOSS_LIMIT, GRADIENT_LIMIT, GRADIENT_LIMIT_64 = 1e-6, 1e-7, 1e-12
+
+
+class Attention(nn.Module):
+    """Causal self-attention behind a LayerNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, length, _ = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(n, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
+
+
+class FeedForward(nn.Module):
+    """Two linear layers and a GELU behind a LayerNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.expand = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
+        self.contract = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.contract(F.gelu(self.expand(self.norm(x))))
+
+
+class Block(nn.Module):
+    """Attention, then the feed-forward layer, each with its residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.ff = Attention(), FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.ff(x)
+
+
+class GPT(nn.Module):
+    """Pre-norm decoder without dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def job() -> Job:
+    def loss(model: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+        return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+    return Job(
+        GPT,
+        loss,
+        lambda model: torch.optim.AdamW(model.parameters()),
+        lambda n: torch.randint(VOCABULARY, (n, CONTEXT), generator=torch.Generator().manual_seed(0)),
+    )
+
+
+def forms(model: nn.Module, *, quick: bool) -> dict[str, tuple[Segment, ...]]:
+    found: dict[str, tuple[Segment, ...]] = {"plain": ()}
+    for n in (4, 24) if quick else (1, 2, 4, 6, 8, 12, 24):
+        chain = [segment.modules[0] for segment in checkpointing.blocks(model)]
+        cuts = [len(chain) * i // n for i in range(n + 1)]
+        found[f"{n} segments"] = tuple(Segment(tuple(chain[cuts[i] : cuts[i + 1]])) for i in range(n))
+    for k in () if quick else (2, 3, 4):
+        found[f"every {k}th block"] = checkpointing.every(model, k)
+    found["attention only"] = checkpointing.match(model, "*.attn")
+    found["feed-forward only"] = checkpointing.match(model, "*.ff")
+    found["keep-attention"] = checkpointing.blocks(model, "keep-attention")
+    found["keep-matmul"] = checkpointing.blocks(model, "keep-matmul")
+    return found
+
+
+def plan_of(recompute: Sequence[Segment]) -> Plan:
+    return Plan(batch_size=BATCH, micro_batch_size=BATCH, recompute=tuple(recompute))
+
+
+class Stepper:
+    """One engine whose windows are timed."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.job = job()
+        self.engine = snugfit.build(self.job, plan, "cpu")
+        self.batch = self.job.batch(BATCH)
+        for _ in range(2):
+            self.engine.step(self.batch)
+
+    def seconds(self) -> float:
+        start = time.perf_counter()
+        self.engine.step(self.batch)
+        return time.perf_counter() - start
+
+
+def rates(stepper: Stepper, traced: Sequence[Work]) -> Callable[[Work], float]:
+    """How long an operation takes here: by the share of its kind in a profiled plain step, per FLOP or byte."""
+    with torch.profiler.profile() as profile:
+        for _ in range(3):
+            stepper.engine.step(stepper.batch)
+    measured: dict[str, float] = defaultdict(float)
+    for event in profile.key_averages():
+        measured[event.key.removeprefix("aten::")] += event.self_cpu_time_total / 3e6
+    amounts: dict[str, float] = defaultdict(float)
+    for work in traced:
+        amounts[work.op.partition(".")[0]] += work.flops or work.bytes
+    everything = sum(measured[name] for name in amounts)
+    total = sum(amounts.values())
+
+    def seconds(work: Work) -> float:
+        name = work.op.partition(".")[0]
+        amount = work.flops or work.bytes
+        if amounts.get(name) and measured.get(name):
+            return measured[name] / amounts[name] * amount
+        return everything / total * amount
+
+    return seconds
+
+
+def table(rounds: int, *, quick: bool) -> tuple[list[str], bool]:
+    chosen = forms(GPT(), quick=quick)
+    cpu = hardware.resolve("cpu")
+    lines = [
+        "| form | predicted peak | measured peak | error | extra time predicted | measured | forwards run again |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    steppers = {name: Stepper(plan_of(recompute)) for name, recompute in chosen.items()}
+    times: dict[str, list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        plain = steppers["plain"].seconds()
+        for name, stepper in steppers.items():
+            now = stepper.seconds()
+            after = steppers["plain"].seconds()
+            times[name].append(now / statistics.mean((plain, after)) - 1)
+            plain = after
+    traced = {name: record_job(job(), plan_of(recompute), cpu).work for name, recompute in chosen.items()}
+    price = rates(steppers["plain"], traced["plain"])
+    base = sum(map(price, traced["plain"]))
+    held = True
+    for name, recompute in chosen.items():
+        predicted = snugfit.estimate(job(), plan_of(recompute), "cpu").peak_allocated_bytes
+        measured = snugfit.measure(job(), plan_of(recompute), "cpu").peak_allocated_bytes
+        error = predicted / measured - 1
+        extra = sum(map(price, traced[name])) / base - 1
+        took = statistics.median(times[name])
+        held = held and abs(error) <= PEAK_LIMIT and abs(extra - took) <= TIME_LIMIT
+        again = sum(w.flops for w in traced[name]) / sum(w.flops for w in traced["plain"]) - 1
+        lines.append(
+            f"| {name} | {sizes.text(predicted)} | {sizes.text(measured)} | {error:+.3%} | {extra:+.1%} | {took:+.1%} "
+            f"| {again * 3:.2f} of one |"
+        )
+        print(lines[-1], flush=True)
+    return lines, held
+
+
+def chunked(*, quick: bool) -> tuple[list[str], bool]:
+    """The loss in chunks against the plain one: numbers, and the logits' part of the peak."""
+    rows, features, classes = (512, 64, 4096) if quick else (2048, 128, 16384)
+    lines = [
+        "| chunks | loss | gradients, fp32 (plain's own) | gradients, fp64 | logits' part of the peak | limit |",
+        "|---|---|---|---|---|---|",
+    ]
+    held = True
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(rows, features), torch.randn(classes, features) * 0.05
+    labels = torch.randint(classes, (rows,))
+    labels[::7] = -100
+
+    def plain(h: Tensor, w: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(h, w), labels)
+
+    def results(loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> list[Tensor]:
+        inputs = [one.to(dtype).clone().requires_grad_() for one in (hidden, weight)]
+        value = loss(*inputs)
+        return [value.detach().double(), *(one.double() for one in torch.autograd.grad(value, inputs))]
+
+    def distance(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+        return max(float((a - b).norm() / b.norm()) for a, b in zip(found[1:], right[1:], strict=True))
+
+    def part(loss: Callable[[Tensor, Tensor], Tensor]) -> int:
+        def make_step() -> Callable[[], None]:
+            h, w = torch.zeros(rows, features, requires_grad=True), nn.Parameter(torch.zeros(classes, features))
+
+            def step() -> None:
+                h.grad = w.grad = None
+                loss(h, w).backward()
+
+            return step
+
+        fixed = 2 * 4 * features * (rows + classes)
+        return snugfit.trace(make_step, "cpu").peak_allocated_bytes - fixed
+
+    exact, usual, whole = results(plain, torch.float64), results(plain, torch.float32), part(plain)
+    for chunks in (2, 8) if quick else (2, 4, 8, 16, 32):
+
+        def loss(h: Tensor, w: Tensor, chunks: int = chunks) -> Tensor:
+            return snugfit.chunked_cross_entropy(h, w, labels, chunks=chunks)
+
+        ours, ours_64, needed = results(loss, torch.float32), results(loss, torch.float64), part(loss)
+        limit = whole // chunks + 4 * rows * classes // chunks
+        off = float(abs(ours[0] - usual[0]))
+        lines.append(
+            f"| {chunks} | {off:.1e} | {distance(ours, exact):.1e} ({distance(usual, exact):.1e}) "
+            f"| {distance(ours_64, exact):.1e} | {sizes.text(needed)} of {sizes.text(whole)} | {sizes.text(limit)} |"
+        )
+        print(lines[-1], flush=True)
+        held = held and off <= LOSS_LIMIT and distance(ours_64, exact) <= GRADIENT_LIMIT_64 and needed <= limit
+        held = held and distance(ours, exact) <= distance(usual, exact) + GRADIENT_LIMIT
+    return lines, held
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="a few forms and small sizes")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/checkpointing.md")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    lines, held = table(arguments.rounds, quick=arguments.quick)
+    chunk_lines, chunks_held = chunked(quick=arguments.quick)
+    if arguments.write:
+        text = [
+            "# Activation checkpointing, every form",
+            "",
+            f"CPU-measured, `python benchmarks/checkpointing.py --rounds {arguments.rounds} --write`, torch "
+            f"{torch.__version__}, Python {platform.python_version()}, one thread. GPT of {LAYERS} layers, "
+            f"width {WIDTH}, {BATCH} x {CONTEXT} tokens, fp32, AdamW.",
+            "",
+            *lines,
+            "",
+            f"Targets: peaks within {PEAK_LIMIT:.0%}, extra time within {TIME_LIMIT * 100:.0f} percentage points: "
+            + ("met." if held else "missed."),
+            "",
+            "## The loss in chunks",
+            "",
+            "Errors relative to the norm; float64 gradients of the plain loss are the truth. Peaks from the trace.",
+            "",
+            *chunk_lines,
+            "",
+            "Targets: loss to 1e-6, float64 gradients to 1e-12, the logits' part at most 1/chunks of the plain one's "
+            "and one chunk: " + ("met." if chunks_held else "missed."),
+            "",
+        ]
+        Path(__file__).with_name("results").joinpath("checkpointing.md").write_text("\n".join(text), encoding="utf-8")
+    return 0 if held and chunks_held else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Fake CPU tensors with short ways: torch's own mode, made quicker for what a training step mostly does.
+
+Entry points: ``FakeMode``, ``Fake``, ``FAKE_ERRORS``; other files take them from ``torch_private``, to which this one
+belongs: what it uses of torch's is not public. Recording is ``recording``'s.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    in_kernel_invocation_manager,
+)
+
+FAKE_ERRORS: tuple[type[Exception], ...] = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"What fake tensors raise for an operation that they cannot follow."
+
+Fake = FakeTensor
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_KNOWS_VALUES = ("lift_fresh", "lift_fresh_copy", "scalar_tensor", "_local_scalar_dense")
+_UNMARKED_VIEWS = ("_unsafe_view", "_reshape_alias")
+
+
+class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fake CPU tensors, with short ways for what a training step mostly does.
+
+    A half of the time of torch's own dispatch goes into the key of its cache. Here a view is made by the meta kernel
+    at once, and a result that is new is made again from the shapes it had for inputs of the same shapes and types.
+    Everything else (values, scalars with known values, other layouts and devices) takes torch's way.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._kinds: dict[Any, str] = {}
+        self._known: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FakeMode":
+        """Itself: a copied tensor belongs to the same mode."""
+        return self
+
+    def run(self, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operation on fake tensors."""
+        kind = self._kinds.get(op) or self._kinds.setdefault(op, _kind(op))
+        described: list[Any] = [op]
+        if kind == "other" or not _describe(args, described) or not _describe(tuple(kwargs.values()), described):
+            return super().__torch_dispatch__(op, types, args, kwargs)
+        if kind == "view":
+            with in_kernel_invocation_manager(self):
+                result = op(*args, **kwargs)
+            return self._fake(result) if isinstance(result, torch.Tensor) else [self._fake(part) for part in result]
+        described.extend(kwargs)
+        key = tuple(described)
+        if key not in self._known:
+            result = super().__torch_dispatch__(op, types, args, kwargs)
+            self._known[key] = _recipe(result, args)
+            return result
+        recipe = self._known[key]
+        if recipe is None:
+            return super().__torch_dispatch__(op, types, args, kwargs)
+        container, parts = recipe
+        with in_kernel_invocation_manager(self):
+            made = [
+                None if part is None else torch.empty_strided(part[0], part[1], dtype=part[2], device=_META)
+                for part in parts
+            ]
+        fakes = [None if part is None else self._fake(part) for part in made]
+        return fakes[0] if container is None else container(fakes)
+
+    def _fake(self, meta: torch.Tensor) -> FakeTensor:
+        return FakeTensor(self, meta, _CPU)
+
+
+def _kind(op: Any) -> str:
+    """``view``, ``new`` (a function of shapes whose results share no storage with inputs), or ``other``."""
+    schema = op._schema
+    name = schema.name.partition("::")[2]
+    tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
+    if schema.is_mutable or name in _KNOWS_VALUES or any(tag in op.tags for tag in tags) or not schema.returns:
+        return "other"
+    if name in _UNMARKED_VIEWS or op.is_view:
+        return "view"
+    return "new"
+
+
+def _describe(values: Sequence[Any], described: list[Any]) -> bool:
+    """Append what the result of an operation depends on; False where that is more than shapes, types and numbers."""
+    for value in values:
+        kind = type(value)
+        if kind is FakeTensor:
+            if value.constant is not None or value.layout is not torch.strided or value.is_complex():
+                return False
+            if value.fake_device != _CPU:
+                return False
+            described += (value.shape, value.stride(), value.dtype)
+        elif kind is list or kind is tuple:
+            described.append(len(value))
+            if not _describe(value, described):
+                return False
+        elif value is None or kind in (int, float, bool, str, torch.dtype, torch.device, torch.memory_format):
+            described += (kind, value)
+        elif kind is torch.layout:
+            described.append(value)
+        else:
+            return False
+    return True
+
+
+def _recipe(result: Any, args: Sequence[Any]) -> tuple[Any, ...] | None:
+    """How to make a result again: its container, and shape, strides and dtype of each part; None if it cannot be."""
+    single = isinstance(result, torch.Tensor)
+    parts = [result] if single else list(result) if type(result) in (tuple, list) else None
+    if parts is None:
+        return None
+    storages = {tensor.untyped_storage()._cdata for tensor in _fakes(args)}
+    described: list[Any] = []
+    for part in parts:
+        if part is None:
+            described.append(None)
+            continue
+        plain = type(part) is FakeTensor and part.constant is None and part.layout is torch.strided
+        if not plain or part.is_complex() or part.fake_device != _CPU or part.storage_offset():
+            return None
+        storage = part.untyped_storage()
+        described.append((tuple(part.shape), part.stride(), part.dtype))
+        again = torch.empty_strided(tuple(part.shape), part.stride(), dtype=part.dtype, device=_META)
+        if storage._cdata in storages or storage.nbytes() != again.untyped_storage().nbytes():
+            return None
+        storages.add(storage._cdata)
+    return None if single else type(result), described
+
+
+def _fakes(values: Sequence[Any]) -> Iterator[FakeTensor]:
+    for value in values:
+        if type(value) is FakeTensor:
+            yield value
+        elif type(value) in (list, tuple):
+            yield from _fakes(value)

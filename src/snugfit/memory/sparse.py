@@ -1,0 +1,90 @@
+"""Sparse gradients under fake tensors, whose own kernels for them lose the number of rows.
+
+Entry point: ``kernel_for``. A sparse tensor is its indices and values; each kernel here makes those and the sparse
+tensor out of them. Left out: compressed layouts, and what CUDA's kernels take while they run.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snugfit.memory import torch_private
+from snugfit.memory.values import Values
+
+aten: Any = torch.ops.aten
+
+REPEATED = "sparse gradients: every index counts once per occurrence, as if no row came up twice"
+
+
+def kernel_for(func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
+    """What to run in the place of an operation on sparse tensors: a function of the known values and its arguments."""
+    kernel = _KERNELS.get(func)
+    if kernel is _bag_backward:
+        return kernel if args[9] else None
+    if kernel is None or not any(isinstance(value, Tensor) and value.layout is torch.sparse_coo for value in args):
+        return None
+    if kernel is _add_in_place and (args[0].layout is not torch.sparse_coo or args[1].layout is not torch.sparse_coo):
+        return None
+    return kernel
+
+
+def _like(tensor: Tensor, indices: Tensor, values: Tensor) -> Any:
+    return aten._sparse_coo_tensor_with_dims_and_tensors(
+        tensor.sparse_dim(), tensor.dense_dim(), tuple(tensor.shape), indices, values, layout=torch.sparse_coo
+    )
+
+
+def _detach(_: Values, tensor: Tensor) -> Any:
+    return _like(tensor, *torch_private.sparse_parts(tensor))
+
+
+def _clone(_: Values, tensor: Tensor, *, memory_format: Any = None) -> Any:
+    return _like(tensor, *(part.clone() for part in torch_private.sparse_parts(tensor)))
+
+
+def _coalesce(values: Values, tensor: Tensor) -> Any:
+    """Equal indices become one: their number is known where the indices are."""
+    indices, held = torch_private.sparse_parts(tensor)
+    known = values.read(indices)
+    if known is None:
+        values.assumptions[REPEATED] = None
+        number = indices.shape[1]
+    else:
+        with torch_private.without_modes():
+            number = known.unique(dim=1).shape[1]  # type: ignore[no-untyped-call]
+    made = _like(tensor, indices.new_empty((indices.shape[0], number)), held.new_empty((number, *held.shape[1:])))
+    return aten._coalesced_(made, True)
+
+
+def _sparse_mask(_: Values, tensor: Tensor, mask: Tensor) -> Any:
+    indices, held = torch_private.sparse_parts(mask)
+    made = _like(mask, indices.clone(), held.new_empty(held.shape, dtype=tensor.dtype))
+    return aten._coalesced_(made, True)
+
+
+def _add_in_place(_: Values, tensor: Tensor, other: Tensor, **__: Any) -> Any:
+    """Two gradients that are not coalesced become one by writing the second behind the first."""
+    parts = zip(torch_private.sparse_parts(tensor), torch_private.sparse_parts(other), (1, 0), strict=True)
+    tensor.data = _like(tensor, *(torch.cat([first, second], dim) for first, second, dim in parts))
+    return tensor
+
+
+def _bag_backward(_: Values, gradient: Tensor, indices: Tensor, *rest: Any, **more: Any) -> Any:
+    """A row for every index, whatever the bags: ``_embedding_bag_sparse_backward`` in ATen/native/EmbeddingBag.cpp."""
+    width = gradient.shape[1]
+    rows = gradient.new_empty((indices.numel(), width))
+    return aten._sparse_coo_tensor_with_dims_and_tensors(
+        1, 1, (rest[4], width), indices.reshape(1, -1), rows, layout=torch.sparse_coo
+    )
+
+
+_KERNELS: dict[Any, Callable[..., Any]] = {
+    aten._embedding_bag_backward.default: _bag_backward,
+    aten.add_.Tensor: _add_in_place,
+    aten.detach.default: _detach,
+    aten.clone.default: _clone,
+    aten._coalesce.default: _coalesce,
+    aten.sparse_mask.default: _sparse_mask,
+}

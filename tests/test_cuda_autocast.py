@@ -1,0 +1,151 @@
+"""CUDA's autocast on traced tensors: torch's own lists, the cache of casts, and what code is told that asks."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from snugfit.memory import torch_private
+from snugfit.memory.cuda import autocast, semantics
+
+CUDNN = {"cudnn_convolution", "cudnn_convolution_transpose"}  # registered beside the list
+HEADER = Path(torch.__file__).parent / "include/ATen/autocast_mode.h"
+
+
+@pytest.mark.parametrize(
+    ("macro", "ours"),
+    [
+        (
+            "AT_FORALL_LOWER_PRECISION_FP",
+            autocast.LOWER_PRECISION - CUDNN,
+        ),
+        ("AT_FORALL_FP32_SET_OPT_DTYPE", autocast.FLOAT32_OUTPUT),
+        ("AT_FORALL_PROMOTE", autocast.PROMOTE),
+        ("AT_FORALL_FP32", None),
+    ],
+)
+def test_the_lists_are_those_of_the_installed_torch(macro, ours):
+    if not HEADER.exists():
+        pytest.skip("this torch comes without headers")
+    text = HEADER.read_text()
+    body = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", text)[1]
+    named = {".".join(part.strip() for part in entry.split(",")) for entry in re.findall(r"_\(([^)]*)\)", body)}
+    if ours is None:  # what is in no other list
+        registered = {name.removeprefix("aten::") for name in torch_private.autocast_registrations("AutocastCUDA")}
+        ours = registered - autocast.LOWER_PRECISION - autocast.FLOAT32_OUTPUT - autocast.PROMOTE
+        ours -= autocast.BANNED | set(autocast.FLOAT32_NORM) | autocast.NOT_IMPOSED
+        ours -= {"linalg_matrix_sqrth"}  # registered beside the list in 2.14
+    assert named == ours
+
+
+def under_autocast(function, dtype=torch.bfloat16, **options):
+    casts = []
+    with semantics.cuda_semantics((8, 0), casts.append), torch_private.FakeMode():
+        with torch.autocast("cuda", dtype, **options):
+            result = function()
+    return result, casts
+
+
+def test_without_its_cache_a_weight_is_cast_at_every_use():
+    def forward():
+        linear = nn.Linear(4, 4, bias=False)
+        return linear(linear(torch.zeros(2, 4)))
+
+    assert len(under_autocast(forward)[1]) == 1
+    assert len(under_autocast(forward, cache_enabled=False)[1]) == 0
+
+
+def test_only_single_precision_leaves_that_need_a_gradient_are_kept():
+    def forward():
+        frozen, view, double = torch.zeros(4, 4), torch.zeros(8, 4, requires_grad=True)[:4], torch.zeros(4, 4).double()
+        value = torch.zeros(2, 4)
+        return value @ frozen, value @ view, value.double() @ double
+
+    results, casts = under_autocast(forward)
+    assert [result.dtype for result in results] == [torch.bfloat16, torch.bfloat16, torch.float64]
+    assert casts == []
+
+
+def test_a_region_without_autocast_inside_keeps_the_casts_of_the_outer_one():
+    def forward():
+        linear = nn.Linear(4, 4, bias=False)
+        linear(torch.zeros(2, 4))
+        with torch.autocast("cuda", enabled=False):
+            inner = linear(torch.zeros(2, 4)).dtype
+        linear(torch.zeros(2, 4))
+        return inner
+
+    inner, casts = under_autocast(forward)
+    assert inner == torch.float32
+    assert len(casts) == 1
+
+
+def test_code_that_asks_for_the_autocast_of_cuda_is_told():
+    def ask():
+        return torch.is_autocast_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+
+    assert under_autocast(ask)[0] == (True, True, torch.bfloat16)
+    with semantics.cuda_semantics((8, 0)):
+        assert ask() == (False, False, torch.float16)
+    assert torch.is_autocast_enabled("cpu") is False
+
+
+def test_a_custom_function_runs_backward_in_the_state_of_its_forward():
+    seen = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda")
+        def forward(ctx, value):
+            ctx.save_for_backward(value)
+            return value @ value
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        def backward(ctx, gradient):
+            seen.append((gradient @ ctx.saved_tensors[0]).dtype)
+            return gradient
+
+    class Cast(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float16)
+        def forward(ctx, value):
+            seen.append((value.dtype, torch.is_autocast_enabled()))
+            return value.float()
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        def backward(ctx, gradient):
+            return gradient
+
+    with semantics.cuda_semantics((8, 0)), torch_private.FakeMode():
+        with torch.autocast("cuda", torch.bfloat16):
+            value = torch.zeros(4, 4, requires_grad=True)
+            result = Product.apply(value).float() + Cast.apply(value)
+        result.sum().backward()
+    assert seen == [(torch.float16, False), torch.bfloat16]
+
+
+def test_the_norm_of_half_precision_makes_no_copy_in_single_precision():
+    class Operations(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    names = []
+
+    def norm():
+        value = torch.zeros(4, 4, dtype=torch.bfloat16)
+        with Operations():
+            return value.norm(), value.norm(dim=0)
+
+    results, _ = under_autocast(norm)
+    assert [result.dtype for result in results] == [torch.float32, torch.float32]
+    assert "_to_copy.default" not in names
+
+
+def test_binary_cross_entropy_is_refused_as_on_the_card():
+    with pytest.raises(RuntimeError, match="unsafe to autocast"):
+        under_autocast(lambda: nn.functional.binary_cross_entropy(torch.zeros(4), torch.zeros(4)))
