@@ -18,7 +18,8 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@$(BIN)/python benchmarks/speed.py
-	@$(BIN)/python benchmarks/gpu/accuracy.py --device cpu
+	@$(BIN)/python benchmarks/cpu_accuracy.py
+	@$(BIN)/python benchmarks/checkpointing.py --quick
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@echo "setting up .venv (torch and the tools; once)"

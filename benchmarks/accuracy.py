@@ -157,7 +157,8 @@ def _predict(options: Options, chosen: Sequence[str], jobs: int) -> list[Outcome
     by_module: dict[str, list[str]] = {}
     for family in {row.family: None for row in rows}:
         by_module.setdefault(families.MODULES.get(family, ""), []).append(family)
-    for row in [row for row in rows if row.family in by_module.pop("", [])]:
+    unserved = by_module.pop("", [])
+    for row in [row for row in rows if row.family in unserved]:
         found[row.id] = Skipped(row.id, families.NOT_PREDICTED.get(row.family, "not predicted"))
 
     def predicted(module: str) -> list[Prediction | Skipped]:

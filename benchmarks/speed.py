@@ -38,7 +38,7 @@ print(time.perf_counter() - start, peak() - before)
 SIMULATE = """
 import random, time
 from snugfit.memory.allocator import simulate
-from snugfit.memory.allocator_settings import parse
+from snugfit.memory.allocation.allocator_settings import parse
 chance, sizes, events, alive = random.Random(0), [], [], []
 for index in range(1, 200_001):
     sizes.append(chance.choice((512, 4096, chance.randrange(1, 2**20), chance.randrange(2**20, 2**26))))

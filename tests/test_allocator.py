@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from naive_allocator import FREE, Naive, OutOfMemory
 from snugfit.errors import DeviceMemoryError
-from snugfit.memory import fragmentation
+from snugfit.memory.allocation import fragmentation
+from snugfit.memory.allocation.allocator_settings import AllocatorSettings
+from snugfit.memory.allocation.expandable_segments import ExpandableAllocator
 from snugfit.memory.allocator import NOT_FRAGMENTED, CachingAllocator, segment_bytes, simulate
-from snugfit.memory.allocator_settings import AllocatorSettings
-from snugfit.memory.expandable_segments import ExpandableAllocator
 from snugfit.sizes import KIB, MIB
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from naive_allocator import Naive
 from snugfit.errors import PlanError, UnsupportedError
+from snugfit.memory.allocation.allocator_settings import DEFAULTS, AllocatorSettings, from_environment, parse
 from snugfit.memory.allocator import simulate
-from snugfit.memory.allocator_settings import DEFAULTS, AllocatorSettings, from_environment, parse
 from snugfit.sizes import GIB, MIB
 
 LIBRARY = Path(torch.__file__).parent / "lib" / "libc10.so"

@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import any_steps
 import snugfit
 from any_steps import FAMILIES
-from snugfit.memory import assumed_values, compilation, cuda_functions, tracing
+from snugfit.memory import tracing
+from snugfit.memory.known_values import assumed_values
+from snugfit.memory.steps import compilation, cuda_functions
 from snugfit.sizes import GIB
 
 CARD = "rtx-3090"

@@ -10,7 +10,7 @@ import snugfit
 from models import ConvBatchNorm, LinearStack, Transformer, WithDropout, regression_batch, token_batch, token_loss
 from snugfit import Plan, hardware
 from snugfit.memory import tracing
-from snugfit.memory.attribution import CATEGORIES, pattern
+from snugfit.memory.reporting.attribution import CATEGORIES, pattern
 
 CARD = "rtx-3060-12gb"
 WIDTH = 512

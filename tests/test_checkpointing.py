@@ -22,7 +22,7 @@ from models import (
     token_loss,
 )
 from snugfit import Job, Plan, PlanError, Segment, UnsupportedError, build, estimate, tokens
-from snugfit.training import checkpointing, segment_run
+from snugfit.training import segment_run
 from snugfit.training.checkpointing import apply, blocks, every, is_recomputing, match, segments
 from tolerances import EXACT_VALUE, FLOAT64
 

@@ -4,7 +4,7 @@ import torch
 
 import snugfit
 from models import Transformer, token_batch, token_loss
-from snugfit.memory.comparing import compare
+from snugfit.memory.reporting.comparing import compare
 
 
 def test_differences_are_signed_and_add_up():

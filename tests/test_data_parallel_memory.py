@@ -12,7 +12,8 @@ from torch.profiler import record_function
 
 import snugfit
 import two_ranks
-from snugfit.memory import data_parallel, torch_private, tracing
+from snugfit.memory import torch_private, tracing
+from snugfit.memory.steps import data_parallel
 
 MARK = "mark "
 WIDTH = 1000

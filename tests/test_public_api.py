@@ -42,7 +42,7 @@ SURFACE = {
     "trace": "snugfit.memory.tracing",
     "estimate": "snugfit.memory.tracing",
     "measure": "snugfit.memory.measuring",
-    "opaque": "snugfit.memory.opaque",
+    "opaque": "snugfit.memory.steps.opaque",
     "plan": "snugfit.planning.search",
     "PlanReport": "snugfit.planning.search",
     "train": "snugfit.runs",

@@ -54,6 +54,12 @@ def test_rows_are_read_with_bytes_family_and_grade(tmp_path: Path) -> None:
     assert (rows[4].metric, rows[4].num_bytes, rows[4].fields["usable"]) == ("nvidia-smi", 1500 * MIB, "yes")
 
 
+def test_rows_of_a_family_without_a_module_are_listed_not_dropped(tmp_path: Path) -> None:
+    found = accuracy._predict(Options(groundtruth(tmp_path)), ["toy", "to-y"], jobs=1)
+    assert [outcome.row.id for outcome in found] == ["toy-001", "toy-002", "toy-003", "to-y-001"]
+    assert all(isinstance(outcome.found, Skipped) for outcome in found)
+
+
 def test_errors_are_relative_to_the_published_value_and_signed() -> None:
     assert outcome(100, 99).error == pytest.approx(-0.01)
     assert outcome(100, 99).error_mib == pytest.approx(-1)

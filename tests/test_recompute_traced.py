@@ -78,7 +78,9 @@ def test_saved_bytes_of_segments_are_those_that_saved_tensor_hooks_count():
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             value = loss(engine.model, batch)
-        expected = sum(storages.values()) + 2 * value.untyped_storage().nbytes()  # the loss, and the window's part of it
+        expected = (
+            sum(storages.values()) + 2 * value.untyped_storage().nbytes()
+        )  # the loss, and the window's part of it
         expected += len(plan.recompute) * torch.get_rng_state().nbytes  # torch keeps one for each repetition
         assert snugfit.estimate(own, plan, "cpu").at("forward end")["saved"] == expected
 

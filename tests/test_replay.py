@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from naive_allocator import Naive, OutOfMemory
 from snugfit import cli
 from snugfit.errors import PlanError, UnsupportedError
-from snugfit.memory import pickles, replaying, snapshots
+from snugfit.memory.replay import pickles, replaying, snapshots
 from snugfit.sizes import MIB
 
 RECORDINGS = Path(__file__).parent / "recordings"

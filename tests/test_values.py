@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from snugfit.memory import assumed_values, values
+from snugfit.memory.known_values import assumed_values, values
 from snugfit.memory.recording import Recorder
 
 

@@ -9,7 +9,8 @@ from torch import nn
 import snugfit
 from models import token_batch, token_loss
 from snugfit import Plan, sizes
-from snugfit.memory import tracing, what_if
+from snugfit.memory import tracing
+from snugfit.memory.reporting import what_if
 
 CARD = "rtx-3060-12gb"
 WIDTH = 256

@@ -1,8 +1,8 @@
-"""Predicted against measured peaks for a fixed matrix of jobs, on the CPU or on a GPU.
+"""Predicted against measured peaks for a fixed matrix of jobs on a GPU.
 
-Run ``python benchmarks/gpu/accuracy.py --device cpu --quick`` (CI does) or ``--device cuda --write`` on a machine with
-a GPU. Every row is one job under one plan: ``estimate`` and ``measure`` run the same step, so the difference is the
-error of the prediction. Signed: negative is the dangerous side. Rows of the CPU say nothing about CUDA.
+Run ``python benchmarks/gpu/accuracy.py --write`` on a machine with a GPU; elsewhere it says so and ends. Every row is
+one job under one plan: ``estimate`` and ``measure`` run the same step, so the difference is the error of the
+prediction. Signed: negative is the dangerous side. The CPU's table is ``benchmarks/cpu_accuracy.py``.
 """
 
 import argparse
@@ -21,9 +21,6 @@ from snugfit import Job, Plan, hardware, sizes
 from snugfit.memory.measuring import measure
 from snugfit.memory.tracing import estimate
 from snugfit.training import checkpointing
-
-CPU_LIMIT = 0.01
-"Largest error that CI accepts on the CPU; on a GPU the table itself is the result."
 
 
 class Row(NamedTuple):
@@ -90,69 +87,61 @@ def classifier(hidden: int, layers: int, length: int) -> Job:
     )
 
 
-def rows(scale: str) -> list[Row]:
-    """The matrix: the same jobs small (CPU) or at their real size (GPU)."""
-    if scale == "small":
-        mlp, gpt, bert = perceptron(256, 6), language_model(128, 4, 128), classifier(128, 3, 64)
-        batch, mixed = 16, ()
-    else:
-        mlp, gpt, bert = perceptron(4096, 12), language_model(768, 12, 1024, 50257), classifier(1024, 24, 512)
-        batch, mixed = 32, ("bf16-mixed", "16-mixed")
+def rows() -> list[Row]:
+    """The matrix."""
+    mlp, gpt, bert = perceptron(4096, 12), language_model(768, 12, 1024, 50257), classifier(1024, 24, 512)
+    batch = 32
     matrix = []
     for name, job in (("perceptron", mlp), ("gpt", gpt), ("bert", bert)):
-        blocks = () if name == "perceptron" else tuple(checkpointing.blocks(job.model()))
-        for precision in ("32-true", *mixed):
+        blocks = () if name == "perceptron" else checkpointing.blocks(job.model())
+        for precision in ("32-true", "bf16-mixed", "16-mixed"):
             for size in (batch // 2, batch // 4, batch // 4 - 1):
                 plan = Plan(batch_size=batch, micro_batch_size=size, precision=precision)
                 matrix.append(Row(name, job, plan))
-            if blocks:
-                plan = Plan(batch_size=batch, micro_batch_size=batch // 2, precision=precision, recompute=blocks)
+            for policy in ("full", "keep-matmul", "keep-attention", "offload") if blocks else ():
+                recompute = checkpointing.blocks(job.model(), policy)
+                plan = Plan(batch_size=batch, micro_batch_size=batch // 2, precision=precision, recompute=recompute)
                 matrix.append(Row(name, job, plan))
     return matrix
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--quick", action="store_true", help="every third row only")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/accuracy_<device>.md")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/accuracy_cuda.md")
     arguments = parser.parse_args()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         print("no GPU found: nothing measured")
         return 0
     warnings.filterwarnings("ignore", category=FutureWarning)
-    device = hardware.resolve("auto" if arguments.device == "cuda" else "cpu")
-    label = "GPU-measured" if arguments.device == "cuda" else "CPU-measured"
+    device = hardware.resolve("auto")
     lines = [
         "| job | precision | micro-batch | recompute | predicted | measured | error |",
         "|---|---|---|---|---|---|---|",
     ]
     print("\n".join(lines))
     errors = []
-    matrix = rows("small" if arguments.device == "cpu" else "real")
-    for row in matrix[:: 3 if arguments.quick else 1]:
+    for row in rows():
         predicted = estimate(row.job, row.plan, device).peak_allocated_bytes
         measured = measure(row.job, row.plan, device).peak_allocated_bytes
         errors.append(predicted / measured - 1)
-        recompute = f"{len(row.plan.recompute)} blocks" if row.plan.recompute else "-"
+        recompute = row.plan.recompute
+        form = f"{len(recompute)} blocks, {recompute[0].policy}" if recompute else "-"
         lines.append(
-            f"| {row.name} | {row.plan.precision} | {row.plan.micro_batch_size} of {row.plan.batch_size} | {recompute} "
+            f"| {row.name} | {row.plan.precision} | {row.plan.micro_batch_size} of {row.plan.batch_size} | {form} "
             f"| {sizes.text(predicted)} | {sizes.text(measured)} | {errors[-1]:+.3%} |"
         )
         print(lines[-1], flush=True)
-    worst = max(errors, key=abs)
-    lines.append(f"\nWorst error {worst:+.3%} in {len(errors)} rows.")
+    lines.append(f"\nWorst error {max(errors, key=abs):+.3%} in {len(errors)} rows.")
     print(lines[-1])
     if arguments.write:
-        name = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
-        command = f"`python benchmarks/gpu/accuracy.py --device {arguments.device} --write`"
         header = (
-            f"# Predicted against measured peak allocated bytes, {name}\n\n{label}, {command}, "
-            f"torch {torch.__version__}, Python {platform.python_version()}.\n\n"
+            f"# Predicted against measured peak allocated bytes, {torch.cuda.get_device_name()}\n\nGPU-measured, "
+            f"`python benchmarks/gpu/accuracy.py --write`, torch {torch.__version__}, Python "
+            f"{platform.python_version()}.\n\n"
         )
-        path = Path(__file__).parents[1] / "results" / f"accuracy_{arguments.device}.md"
+        path = Path(__file__).parents[1] / "results" / "accuracy_cuda.md"
         path.write_text(header + "\n".join(lines) + "\n", encoding="utf-8")
-    return 0 if arguments.device == "cuda" or abs(worst) <= CPU_LIMIT else 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from typing import Any
 
 from published import Options, Row, cs336_rows, read, traces
 from published.judging import Target
-from snugfit.memory import replaying, snapshots
 from snugfit.memory.allocator import CachingAllocator
+from snugfit.memory.replay import replaying, snapshots
 from snugfit.memory.traces import Trace
 
 _JUDGED = ("cs336_medium_ctx128_train_fp32_wedsonlin", "cs336_medium_ctx512_train_fp32_wedsonlin")

@@ -12,8 +12,8 @@ from snugfit.errors import (
 from snugfit.hardware import devices
 from snugfit.jobs import Job, Loss, LossScale, Shared
 from snugfit.memory.measuring import measure
-from snugfit.memory.opaque import opaque
 from snugfit.memory.reports import MemoryReport
+from snugfit.memory.steps.opaque import opaque
 from snugfit.memory.tracing import estimate, trace
 from snugfit.planning.search import PlanReport, plan
 from snugfit.plans import Plan, Segment

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 from snugfit import hardware, runs, sizes
 from snugfit.errors import PlanError
 from snugfit.jobs import Job
-from snugfit.memory import allocator_settings, tracing
+from snugfit.memory import tracing
+from snugfit.memory.allocation import allocator_settings
 from snugfit.memory.reports import MemoryReport
 from snugfit.planning import search
 from snugfit.plans import Plan, Segment
@@ -47,7 +48,10 @@ class Request(Output):
     )
     bf16_update: Annotated[str | None, typer.Option("--bf16-update", help="Of bf16-true: see Plan.bf16_update.")] = None
     norm_policy: Annotated[str | None, typer.Option("--norm-policy", help="micro, window or frozen.")] = None
-    recompute: Annotated[str | None, typer.Option("--recompute", help="none, blocks, every:K, segments[:N], match:PATTERN; @POLICY behind it.")] = None
+    recompute: Annotated[
+        str | None,
+        typer.Option("--recompute", help="none, blocks, every:K, segments:N, match:GLOB; @POLICY."),
+    ] = None
     world_size: Annotated[int, typer.Option("--world-size", help="Number of ranks.")] = 1
     shard: Annotated[str | None, typer.Option("--shard", help="none, ddp or fsdp.")] = None
     seq: Annotated[int | None, typer.Option("--seq", help="Tokens per sequence.")] = None

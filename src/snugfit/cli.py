@@ -31,7 +31,7 @@ from snugfit.arguments import (
 )
 from snugfit.errors import DeviceMemoryError, InfeasibleError, NonFiniteError, PlanError, SnugfitError
 from snugfit.jobs import Job
-from snugfit.memory import replaying, snapshots
+from snugfit.memory.replay import replaying, snapshots
 from snugfit.plans import write_atomically
 from snugfit.targets import load_target, prints_on_stderr, users_line
 from snugfit.training.checking import check as checking

@@ -15,8 +15,9 @@ from snugfit import hardware, memory_tables, tables
 from snugfit.arguments import EstimateRequest, PlannedRequest
 from snugfit.errors import PlanError, UnsupportedError
 from snugfit.jobs import Job
-from snugfit.memory import measuring, tracing, what_if
-from snugfit.memory.comparing import Comparison, compare
+from snugfit.memory import measuring, tracing
+from snugfit.memory.reporting import what_if
+from snugfit.memory.reporting.comparing import Comparison, compare
 from snugfit.memory.reports import MemoryReport
 from snugfit.plans import Plan
 from snugfit.targets import load_job_or_step, load_target, prints_on_stderr

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from snugfit import sizes
-from snugfit.memory import attribution
-from snugfit.memory.comparing import Comparison, Difference
+from snugfit.memory.reporting import attribution
+from snugfit.memory.reporting.comparing import Comparison, Difference
+from snugfit.memory.reporting.what_if import Saving
 from snugfit.memory.reports import CPU_MARGIN_FRACTION, MARGIN_BYTES, MARGIN_FRACTION, Holder, MemoryReport
-from snugfit.memory.what_if import Saving
 
 _TOP = 8
 "Modules and holders that are shown; the JSON document has all."

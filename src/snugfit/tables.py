@@ -15,7 +15,7 @@ from rich.console import Console
 from snugfit import sizes
 from snugfit.errors import SnugfitError
 from snugfit.hardware import Device
-from snugfit.memory.replaying import Replay
+from snugfit.memory.replay.replaying import Replay
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory_tables import new_table as _table
 from snugfit.planning.search import PlanReport

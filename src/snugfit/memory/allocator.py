@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from snugfit import sizes
-from snugfit.memory import allocator_settings, blocks
-from snugfit.memory.allocator_settings import AllocatorSettings
-from snugfit.memory.blocks import ADDRESS_BITS, ADDRESS_MASK, MIN_BLOCK_BYTES, NO_BLOCK, SMALL_LIMIT_BYTES
-from snugfit.memory.expandable_segments import ExpandableAllocator
+from snugfit.memory.allocation import allocator_settings, blocks
+from snugfit.memory.allocation.allocator_settings import AllocatorSettings
+from snugfit.memory.allocation.blocks import ADDRESS_BITS, ADDRESS_MASK, MIN_BLOCK_BYTES, NO_BLOCK, SMALL_LIMIT_BYTES
+from snugfit.memory.allocation.expandable_segments import ExpandableAllocator
 
 # NOTE [Rules of the caching allocator] (c10/cuda/CUDACachingAllocator.cpp, default settings; the code cites these)
 #   1. A request is rounded up to 512 B, or by ``roundup_power2_divisions``. Up to 1 MiB the rounded size belongs to

@@ -23,13 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_hooks
 
-from snugfit.memory import bias_sums, gradient_sums, refusals, sparse, storage_phases, torch_private, value_sized
+from snugfit.memory import bias_sums, gradient_sums, storage_phases, torch_private
 from snugfit.memory.events import Birth, Call, Recording, tensors_of, work_of
+from snugfit.memory.known_values import value_sized
+from snugfit.memory.known_values.values import Values
 from snugfit.memory.module_stack import ModuleStack, Owners
-from snugfit.memory.outside import Outside
-from snugfit.memory.places import DEVICE, HOST, Places, host_result, on_device_only
+from snugfit.memory.steps import refusals, sparse
+from snugfit.memory.steps.outside import Outside
+from snugfit.memory.steps.places import DEVICE, HOST, Places, host_result, on_device_only
 from snugfit.memory.storages import dense_parts, has_plain, is_plain, parts_of
-from snugfit.memory.values import Values
 from snugfit.training import splitting
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from snugfit.memory import refusals, torch_private
+from snugfit.memory import torch_private
 from snugfit.memory.events import tensors_of
+from snugfit.memory.steps import refusals
 
 _SIMPLE = (Tensor, nn.Parameter, torch_private.Fake)
 

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from snugfit import hardware
-from snugfit.memory import advice, allocator, allocator_settings, attribution, fragmentation
+from snugfit.memory import allocator
+from snugfit.memory.allocation import allocator_settings, fragmentation
 from snugfit.memory.events import Recording, Work
+from snugfit.memory.reporting import advice, attribution
 from snugfit.memory.reports import PHASES, MemoryReport, margin_bytes
 
 _STATIC = ("parameter", "buffer", "gradient", "optimizer")

@@ -21,7 +21,16 @@ from torch import Tensor, nn
 from snugfit import hardware
 from snugfit.errors import PlanError
 from snugfit.jobs import Job
-from snugfit.memory import (
+from snugfit.memory import torch_private
+from snugfit.memory.cpu import random_states as cpu_random_states
+from snugfit.memory.cpu.rules import CpuRules
+from snugfit.memory.cuda.rules import Rules
+from snugfit.memory.cuda.semantics import cuda_semantics
+from snugfit.memory.cuda.target import target_of
+from snugfit.memory.known_values import reading
+from snugfit.memory.recording import Recorder
+from snugfit.memory.reports import MemoryReport
+from snugfit.memory.steps import (
     compilation,
     cuda_functions,
     data_parallel,
@@ -31,19 +40,10 @@ from snugfit.memory import (
     opaque,
     places,
     pretrained_weights,
-    reading,
     refusals,
-    torch_private,
     twins,
 )
-from snugfit.memory.cpu import random_states as cpu_random_states
-from snugfit.memory.cpu.rules import CpuRules
-from snugfit.memory.cuda.rules import Rules
-from snugfit.memory.cuda.semantics import cuda_semantics
-from snugfit.memory.cuda.target import target_of
-from snugfit.memory.placement import Placement
-from snugfit.memory.recording import Recorder
-from snugfit.memory.reports import MemoryReport
+from snugfit.memory.steps.placement import Placement
 from snugfit.memory.traces import Trace
 from snugfit.plans import Plan
 from snugfit.training import (
@@ -76,7 +76,8 @@ def trace(make_step: Callable[[], Callable[[], object]], device: str | hardware.
         Report with label ``"modelled"``.
 
     Raises:
-        UnsupportedError: An operation that needs values (``.item()``) or has no fake kernel; names it and its module.
+        UnsupportedError: The step decides by values that only the weights give, or runs what has no fake kernel; names
+            operation, module and line. ``snugfit.opaque`` declares such parts.
         PlanError: Unknown device.
     """
     if not callable(make_step):

@@ -1,6 +1,7 @@
 """Errors of a window that torch, or a user's function, words so that nobody finds the cause: said again, by name.
 
-Entry points: ``explained``, ``of_backward``, and ``note`` for errors that keep their type. What ran out of memory is ``recovery``'s.
+Entry points: ``explained``, ``of_backward``, and ``note`` for errors that keep their type. What ran out of memory is
+``recovery``'s.
 """
 
 from collections.abc import Sequence

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from snugfit.errors import PlanError
 from snugfit.training import commit, failures, gradients, precision, reduction, updates, weighting, wide_sums
 from snugfit.training.losses import Denominator, Losses, is_zero
 from snugfit.training.weighting import Number

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from snugfit.memory import torch_private
-from snugfit.memory.values import Values
+from snugfit.memory.known_values.values import Values
 
 aten: Any = torch.ops.aten
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from snugfit import sizes
-from snugfit.memory import allocator, allocator_settings
+from snugfit.memory import allocator
+from snugfit.memory.allocation import allocator_settings
+from snugfit.memory.allocation.allocator_settings import AllocatorSettings
 from snugfit.memory.allocator import Simulation
-from snugfit.memory.allocator_settings import AllocatorSettings
 
 _WORTH_A_WORD = 0.1
 "Share of the reserved peak that is free then."

@@ -15,9 +15,10 @@ from unittest import mock
 import torch
 
 from snugfit import hardware
-from snugfit.memory import refusals, stand_ins
-from snugfit.memory.blocks import MIN_BLOCK_BYTES
+from snugfit.memory.allocation.blocks import MIN_BLOCK_BYTES
+from snugfit.memory.known_values import stand_ins
 from snugfit.memory.recording import Recorder
+from snugfit.memory.steps import refusals
 
 STREAMS = "side streams are traced as one stream: no memory waits for another stream"
 COUNTERS = "memory counters that the step reads are those of the trace so far, in blocks of 512 bytes"

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from snugfit import sizes
 from snugfit.errors import PlanError
-from snugfit.memory import snapshots
+from snugfit.memory.allocation.blocks import MIN_BLOCK_BYTES, SMALL_LIMIT_BYTES, SMALL_SEGMENT_BYTES
+from snugfit.memory.allocation.expandable_segments import ExpandableAllocator
 from snugfit.memory.allocator import CachingAllocator
-from snugfit.memory.blocks import MIN_BLOCK_BYTES, SMALL_LIMIT_BYTES, SMALL_SEGMENT_BYTES
-from snugfit.memory.expandable_segments import ExpandableAllocator
-from snugfit.memory.snapshots import AllocatorRecording, Event
+from snugfit.memory.replay import snapshots
+from snugfit.memory.replay.snapshots import AllocatorRecording, Event
 
 # NOTE [Tails] Outside of expandable segments a block of the large pool may be larger than its rounded request, by a
 # tail of at most 1 MiB that was not split off. Free blocks of that pool are larger than 1 MiB. So of the gap between

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 from snugfit import sizes
 from snugfit.errors import PlanError, UnsupportedError
-from snugfit.memory import allocator_settings, pickles
-from snugfit.memory.allocator_settings import AllocatorSettings
-from snugfit.memory.blocks import ADDRESS_BITS
+from snugfit.memory.allocation import allocator_settings
+from snugfit.memory.allocation.allocator_settings import AllocatorSettings
+from snugfit.memory.allocation.blocks import ADDRESS_BITS
+from snugfit.memory.replay import pickles
 
 ALLOC, FREE_REQUESTED, FREE_COMPLETED = "alloc", "free_requested", "free_completed"
 SEGMENT_ALLOC, SEGMENT_FREE = "segment_alloc", "segment_free"

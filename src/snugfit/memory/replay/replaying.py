@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from snugfit import sizes
-from snugfit.memory import default_pool, snapshots
+from snugfit.memory.allocation.blocks import ADDRESS_BITS, MIN_BLOCK_BYTES
+from snugfit.memory.allocation.expandable_segments import ExpandableAllocator
 from snugfit.memory.allocator import CachingAllocator
-from snugfit.memory.blocks import ADDRESS_BITS, MIN_BLOCK_BYTES
-from snugfit.memory.default_pool import DefaultPool
-from snugfit.memory.expandable_segments import ExpandableAllocator
-from snugfit.memory.rewinding import Moment, Rewinding
-from snugfit.memory.snapshots import AllocatorRecording, Event
+from snugfit.memory.replay import default_pool, snapshots
+from snugfit.memory.replay.default_pool import DefaultPool
+from snugfit.memory.replay.rewinding import Moment, Rewinding
+from snugfit.memory.replay.snapshots import AllocatorRecording, Event
 
 _MOST_DIFFERENCES = 50
 "After so many the rest is not compared."

@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from snugfit.memory import reading, refusals, torch_private
-from snugfit.memory.places import DEVICE, HOST
+from snugfit.memory import torch_private
+from snugfit.memory.known_values import reading
 from snugfit.memory.recording import Recorder
+from snugfit.memory.steps import refusals
+from snugfit.memory.steps.places import DEVICE, HOST
 
 _CPU = torch.device("cpu")
 _TO: Any = Tensor.to
@@ -126,6 +128,8 @@ class Placement(TorchFunctionMode):
     def _moved(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """``tensor.to(...)`` without the name of a card: to another tensor's device, to the host, or to a type."""
         result = func(*args, **kwargs)
+        if torch_private.is_functorch_wrapper(result):  # inside of vmap, where transformers 4.53 to 4.57 makes masks
+            return result
         other = args[1] if len(args) > 1 else kwargs.get("other", kwargs.get("device"))
         if isinstance(other, Tensor):
             if self._recorder.places.names_device and self._recorder.place_of(other) == DEVICE:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from snugfit import sizes
-from snugfit.memory import attribution
 from snugfit.memory.allocator import Simulation
 from snugfit.memory.events import Recording
+from snugfit.memory.reporting import attribution
 
 _LEAST_SHARE = 0.01
 "Share of the peak below which nothing is worth a sentence."

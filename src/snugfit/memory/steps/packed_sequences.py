@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from snugfit.memory import torch_private
-from snugfit.memory.values import Values
+from snugfit.memory.known_values.values import Values
 
 
 def pad(values: Values, data: Tensor, sizes: Tensor, batch_first: bool, filling: float, length: int) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from snugfit import sizes
 from snugfit.errors import PlanError, UnsupportedError
-from snugfit.memory.blocks import MIN_BLOCK_BYTES
+from snugfit.memory.allocation.blocks import MIN_BLOCK_BYTES
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 

@@ -66,7 +66,7 @@ def rules(
         models: Any = sys.modules.get("transformers.modeling_utils")
         model = getattr(models, "PreTrainedModel", None)
         if hasattr(model, "warn_if_padding_and_no_attention_mask"):
-            nothing = mock.patch.object(model, "warn_if_padding_and_no_attention_mask", lambda *_, **__: None)
+            nothing = mock.patch.object(model, "warn_if_padding_and_no_attention_mask", return_value=None)
             stack.enter_context(nothing)
         masking: Any = sys.modules.get("transformers.masking_utils")
         if hasattr(masking, "find_packed_sequence_indices"):

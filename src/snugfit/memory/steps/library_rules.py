@@ -7,8 +7,8 @@ of a trace. Each rule says what it assumes, where it assumes something.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from snugfit.memory import transformers_rules
 from snugfit.memory.recording import Recorder
+from snugfit.memory.steps import transformers_rules
 
 
 @contextmanager

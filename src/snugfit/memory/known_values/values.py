@@ -18,8 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from snugfit.memory import assumed_values, torch_private
-from snugfit.memory.value_nodes import LostError, Node, checked, nodes_of, reals, replaced, seen_of, storage_of
+from snugfit.memory import torch_private
+from snugfit.memory.known_values import assumed_values
+from snugfit.memory.known_values.value_nodes import (
+    LostError,
+    Node,
+    checked,
+    nodes_of,
+    reals,
+    replaced,
+    seen_of,
+    storage_of,
+)
 
 _MAX_FLOATS = 1 << 12
 _MAX_INTEGERS = 1 << 26

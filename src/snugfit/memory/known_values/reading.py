@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from snugfit.errors import UnsupportedError
-from snugfit.memory import assumed_values, packed_sequences, refusals, stand_ins, torch_private
+from snugfit.memory import torch_private
+from snugfit.memory.known_values import assumed_values, stand_ins
 from snugfit.memory.recording import Recorder
+from snugfit.memory.steps import packed_sequences, refusals
 
 UNKNOWN = "numbers that the step reads and nobody knows (printed as nan) decide nothing: read at "
 UNSAVED = "files that the step saves with torch.save are not written"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from snugfit import sizes
-from snugfit.memory import snapshots
-from snugfit.memory.snapshots import AllocatorRecording, Event
+from snugfit.memory.replay import snapshots
+from snugfit.memory.replay.snapshots import AllocatorRecording, Event
 
 GIVES_BACK = (snapshots.SEGMENT_FREE, snapshots.SEGMENT_UNMAP)
 TAKES = (snapshots.SEGMENT_ALLOC, snapshots.SEGMENT_MAP)

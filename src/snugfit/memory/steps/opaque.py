@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from snugfit.errors import PlanError, UnsupportedError
 from snugfit.memory import torch_private
-from snugfit.memory.places import HOST
 from snugfit.memory.recording import Recorder
+from snugfit.memory.steps.places import HOST
 from snugfit.training import splitting
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from snugfit.memory.attribution import CATEGORIES
+from snugfit.memory.reporting.attribution import CATEGORIES
 from snugfit.memory.reports import MemoryReport
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snugfit.memory import assumed_values, torch_private
-from snugfit.memory.values import Values
+from snugfit.memory import torch_private
+from snugfit.memory.known_values import assumed_values
+from snugfit.memory.known_values.values import Values
 
 aten: Any = torch.ops.aten
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snugfit.memory import refusals
 from snugfit.memory.events import Recording, tensors_of
+from snugfit.memory.steps import refusals
 
 DEVICE, HOST, OPEN = "device", "host", ""
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from snugfit import sizes
-from snugfit.memory import allocator_settings, blocks
-from snugfit.memory.allocator_settings import AllocatorSettings
-from snugfit.memory.blocks import ADDRESS_BITS, ADDRESS_MASK, NO_BLOCK, SMALL_LIMIT_BYTES
+from snugfit.memory.allocation import allocator_settings, blocks
+from snugfit.memory.allocation.allocator_settings import AllocatorSettings
+from snugfit.memory.allocation.blocks import ADDRESS_BITS, ADDRESS_MASK, NO_BLOCK, SMALL_LIMIT_BYTES
 
 # NOTE [Rules of expandable segments] (c10/cuda/CUDACachingAllocator.cpp; the code cites these)
 #   1. Blocks are sized and pooled as without them, and always split down to 512 B.

@@ -1,0 +1,1 @@
+"""What else the caching allocator can be told and asked: settings, expandable segments, fragmentation."""

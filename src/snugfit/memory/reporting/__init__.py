@@ -1,0 +1,1 @@
+"""What a report says beyond sums: who holds what, what could be freed, how an estimate compares."""
