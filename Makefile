@@ -9,7 +9,7 @@ demo: $(INSTALLED)
 	@$(BIN)/python examples/demo.py
 
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest -q
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

@@ -104,7 +104,7 @@ def published_targets(outcomes: Sequence[Outcome], partial: bool) -> list[Target
 def table(targets: Sequence[Target]) -> list[str]:
     """The table of targets."""
     lines = ["| what | target | reached | met | label | command |", "|---|---|---|---|---|---|"]
-    words = {True: "met", False: "**not met**", None: "not looked at"}
+    words = {True: "met", False: "**not met**", None: "shown"}
     for t in targets:
         lines.append(f"| {t.what} | {t.target} | {t.reached} | {words[t.met]} | {t.label} | `{t.command}` |")
     return lines

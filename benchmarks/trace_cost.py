@@ -1,14 +1,14 @@
 """What tracing one step costs: a Llama with the sizes of the 7B model and a number of layers, in a fresh process.
 
 Run ``python benchmarks/trace_cost.py [--layers 32]``. Time counts from after the imports; peak memory is that of the
-whole process, and above what the imports took. Prints one JSON document.
+whole process, and above what the imports took (Linux only). Prints one JSON document.
 """
 
 import argparse
 import json
-import resource
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -53,7 +53,9 @@ def main() -> None:
 
 
 def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Largest resident size of this process; getrusage would count that of the process which started it."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

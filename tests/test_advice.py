@@ -160,3 +160,21 @@ def test_what_backward_has_passed_and_the_step_still_holds_is_replayed_without()
     assert held.peak_allocated_bytes - free.peak_allocated_bytes == LOGITS
     assert free.advice == ()
     assert any(sizes.text(LOGITS) in sentence for sentence in held.advice)
+
+
+def test_a_peak_in_the_optimizer_is_said_not_to_depend_on_the_forward():
+    def make_step():
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+
+        def step():
+            model(torch.zeros(1, 512)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    report = snugfit.trace(make_step, CARD)
+    assert report.peak_at.phase == "optimizer"
+    assert any("recomputing more and smaller micro-batches do not lower it" in line for line in report.advice)
+    assert not any("optimizer's step" in line for line in advice(plain).advice)

@@ -320,13 +320,13 @@ def test_a_host_tensor_that_meets_the_card_is_refused_as_cuda_does(model_moves, 
     assert "test_any_step.py" in caught.value.line
 
 
-def test_a_rank_uses_its_own_card():
+def test_a_rank_uses_the_targets_card():
     def make_step():
-        torch.cuda.set_device(3)
-        assert torch.cuda.current_device() == 3
-        model, x = nn.Linear(64, 64, bias=False).cuda(), torch.zeros(8, 64).to(3)
-        assert model.weight.device == x.device == torch.device("cuda:3")
-        assert x.get_device() == 3
+        torch.cuda.set_device(0)
+        assert torch.cuda.current_device() == 0
+        model, x = nn.Linear(64, 64, bias=False).cuda(), torch.zeros(8, 64).to(0)
+        assert model.weight.device == x.device == torch.device("cuda:0")
+        assert x.get_device() == 0
 
         def step():
             model(x).sum().backward()
@@ -338,12 +338,18 @@ def test_a_rank_uses_its_own_card():
 
 
 def test_a_second_card_and_a_card_on_the_cpu_are_refused():
-    def two():
-        torch.zeros(2, device="cuda:1")
-        torch.zeros(2, device="cuda:2")
-
-    with pytest.raises(snugfit.UnsupportedError, match="for one card"):
-        snugfit.trace(two, CARD)
+    for name_it in (
+        lambda: torch.zeros(2, device="cuda:1"),
+        lambda: torch.zeros(2, device=torch.device("cuda", 1)),
+        lambda: torch.zeros(2, device=1),
+        lambda: torch.zeros(2).to(1),
+        lambda: torch.zeros(2).cuda(1),
+        lambda: nn.Linear(2, 2).cuda(1),
+        lambda: torch.cuda.set_device(1),
+        lambda: torch.cuda.device(1).__enter__(),
+    ):
+        with pytest.raises(snugfit.UnsupportedError, match="for one card"):
+            snugfit.trace(name_it, CARD)
     with pytest.raises(snugfit.UnsupportedError, match="traced for the CPU"):
         snugfit.trace(lambda: nn.Linear(2, 2).cuda(), "cpu")
 

@@ -36,7 +36,7 @@ from models import (
     token_loss,
 )
 from snugfit import Job, Loss, Plan, Segment, Shared, check, checkpointing, tokens
-from snugfit.training import weighting
+from snugfit.training import segment_run, weighting
 from strategies import labels, split_sizes
 from tolerances import FLOAT64
 
@@ -316,9 +316,9 @@ def test_an_engine_that_averages_means_would_be_caught(monkeypatch):
 def test_a_recomputation_that_draws_another_mask_would_be_caught(monkeypatch):
     job, plan = regression(WithDropout, recompute=checkpointing.blocks(WithDropout()))
     assert check(job, plan, "cpu").ok
-    own = checkpointing.checkpoint
+    own = segment_run.checkpoint
     monkeypatch.setattr(
-        checkpointing, "checkpoint", lambda *args, **kwargs: own(*args, preserve_rng_state=False, **kwargs)
+        segment_run, "checkpoint", lambda *args, **kwargs: own(*args, preserve_rng_state=False, **kwargs)
     )
     report = check(job, plan, "cpu")
     assert {hazard.kind for hazard in report.hazards} == {"dropout-not-replayed"}

@@ -251,6 +251,11 @@ def test_a_window_in_chunks_trains_as_one_without():
         {"class_weight": torch.zeros(3)},
         {"reduction": "max"},
         {"label_smoothing": 1.5},
+        {"label_smoothing": "a"},
+        {"ignore_index": None},
+        {"logit_scale": nn.Parameter(torch.ones(()))},
+        {"weight": nn.Linear(FEATURES, CLASSES)},
+        {"weight": torch.zeros(CLASSES, FEATURES, dtype=torch.complex64)},
     ],
 )
 def test_bad_input_is_refused_by_name(wrong):
@@ -258,3 +263,10 @@ def test_bad_input_is_refused_by_name(wrong):
     with pytest.raises(PlanError) as caught:
         chunked_cross_entropy(**{**given, "labels": labels, "chunks": 2, **wrong})
     assert next(iter(wrong)) in str(caught.value)
+
+
+def test_a_second_derivative_is_refused_by_name():
+    given, labels, _ = inputs(torch.float32, bias=False, class_weight=False)
+    loss = chunked_cross_entropy(**given, labels=labels, chunks=2)
+    with pytest.raises(snugfit.UnsupportedError, match="second derivative"):
+        torch.autograd.grad(loss, given["hidden"], create_graph=True)

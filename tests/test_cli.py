@@ -494,6 +494,10 @@ def builds():
     return make_step()
 
 
+def returns_none():
+    pass
+
+
 make_step_5 = 5
 """
 ESTIMATED = {"plan", "budget_bytes", "needed_bytes", "fits", "memory", "what_if", "measured", "comparison"}
@@ -535,6 +539,9 @@ STEPS_REFUSED = {
     "a name that is missing": (["estimate", "steps.py:make_stop", "--device", "t4"], "steps.py:make_step"),
     "a size that it does not take": (["estimate", "steps.py", "--device", "t4", "--image", "64"], "image"),
     "another name": (["estimate", "steps.py:builds", "--device", "t4"], "name it make_step"),
+    "a function that is no step either": (["estimate", "steps.py:returns_none"], "only functions whose names begin so"),
+    "what-if": (["estimate", "steps.py", "--what-if"], "--what-if belongs to a job"),
+    "two options": (["estimate", "steps.py", "--what-if", "--batch", "4"], "--batch, --what-if belong to a job"),
 }
 
 

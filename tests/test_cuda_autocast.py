@@ -149,3 +149,26 @@ def test_the_norm_of_half_precision_makes_no_copy_in_single_precision():
 def test_binary_cross_entropy_is_refused_as_on_the_card():
     with pytest.raises(RuntimeError, match="unsafe to autocast"):
         under_autocast(lambda: nn.functional.binary_cross_entropy(torch.zeros(4), torch.zeros(4)))
+
+
+def test_a_loss_of_several_operations_sees_autocast_in_each_of_them_as_on_the_card():
+    """CUDA has no rule for cross entropy itself: its log-softmax keeps the scores' type, its likelihood is float32."""
+
+    class Operations(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            first = result[0] if isinstance(result, tuple) else result
+            if isinstance(first, torch.Tensor):
+                seen.append((func._schema.name.removeprefix("aten::"), str(first.dtype)[6:]))
+            return result
+
+    seen = []
+
+    def loss():
+        scores, labels = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.long)
+        with Operations():
+            return (nn.functional.cross_entropy(scores, labels),)
+
+    (value,), _ = under_autocast(loss)
+    assert value.dtype == torch.float32
+    assert seen == [("_log_softmax", "bfloat16"), ("_to_copy", "float32"), ("nll_loss_forward", "float32")]

@@ -1,12 +1,16 @@
 """Every form of activation checkpointing: plain gradients bit for bit, and what is kept and what repeated."""
 
+import collections
 import copy
 import dataclasses
 import gc
+import pickle
+import random
 import warnings
 import weakref
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -435,7 +439,7 @@ def test_a_tensor_that_is_changed_after_it_was_saved_is_an_error_when_offloaded_
 
 @pytest.mark.parametrize(
     ("policy", "named"),
-    [("keep:mmm", "mmm"), ("keep:", "''"), ("keep:mm,add_", "add_")],
+    [("keep:mmm", "mmm"), ("keep:", "''"), ("keep:mm,add_", "add_"), ("keep:view", "view")],
 )
 def test_own_sets_that_cannot_be_kept_are_refused_by_name(policy, named):
     model = LinearStack()
@@ -450,6 +454,33 @@ def test_own_sets_that_cannot_be_kept_are_refused_by_name(policy, named):
 def test_what_matches_nothing_is_refused(nothing):
     with pytest.raises(PlanError):
         match(Transformer(), nothing)
+
+
+def test_a_match_inside_of_another_match_is_left_to_the_outer_one():
+    model = nn.ModuleDict({"attn": nn.ModuleDict({"attn_out": nn.Linear(2, 2)}), "attn2": nn.Linear(2, 2)})
+    assert [segment.modules for segment in match(model, "*attn*")] == [("attn",), ("attn2",)]
+    assert [segment.modules for segment in match(model, nn.Module)] == [("attn",), ("attn2",)]
+    assert [segment.modules for segment in match(model, "attn.*")] == [("attn.attn_out",)]
+
+
+def test_a_pattern_or_a_name_that_is_nearly_right_is_told_what_was_meant():
+    model = nn.ModuleDict({"h": nn.ModuleList([nn.ModuleDict({"attn": nn.Linear(2, 2)})])})
+    with pytest.raises(PlanError, match="matches no module") as caught:
+        match(model, "*.atn")
+    assert caught.value.hint == 'did you mean "*attn"?'
+    with pytest.raises(PlanError) as caught:
+        match(model, "attn")
+    assert caught.value.hint == "did you mean h.0.attn?"
+    with pytest.raises(PlanError) as caught:
+        match(model, "*.zzzzzz")
+    assert "model" not in caught.value.hint
+    for name in ("attn", "h.0.atn"):
+        with pytest.raises(PlanError, match="does not have") as caught:
+            apply(model, [Segment(name)])
+        assert caught.value.hint == "did you mean h.0.attn?"
+    with pytest.raises(PlanError, match="does not have") as caught:
+        apply(model, [Segment("zzzzzz")])
+    assert "did you mean" not in caught.value.hint
 
 
 def test_applying_nested_segments_again_changes_nothing_and_either_handle_may_go_first():
@@ -494,3 +525,185 @@ def test_a_recomputation_that_differs_is_an_error_that_names_the_segment(second)
         engine.step(torch.ones(2, 3))
     assert caught.value.names == ("changing",)
     assert "Recomputed values" in caught.value.got or "different number of tensors" in caught.value.got
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_random_numbers_of_python_and_numpy_are_drawn_again_and_the_stream_goes_on_after_them(draw):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return x + (self.inner(x) * (2.0 if draw() < 0.5 else 0.5)).sin()
+
+    def run(model):
+        random.seed(1)
+        np.random.seed(1)
+        model.zero_grad()
+        model(x).sum().backward()
+        return draw()
+
+    model, x = nn.Sequential(*(Scaled() for _ in range(6))), torch.randn(3, 4)
+    twin = copy.deepcopy(model)
+    apply(model, [Segment(str(i)) for i in range(6)])
+    assert run(model) == run(twin)
+    ours, theirs = gradients(model), gradients(twin)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_repetition_runs_in_the_training_mode_of_its_forward():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4)))
+    twin = copy.deepcopy(model)
+    apply(model, [Segment("0")])
+    x = torch.randn(8, 4)
+    for one in (model, twin):
+        torch.manual_seed(0)
+        loss = one(x).square().sum()
+        one.eval()
+        loss.backward()
+        assert not one[0][1].training
+    ours, theirs = gradients(model), gradients(twin)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ([],),
+        lambda: collections.OrderedDict(seen=[]),
+        lambda: collections.deque(),
+        lambda: Output([], 3),
+        lambda: Pair([], []),
+    ],
+)
+def test_whatever_container_a_segment_adds_to_is_added_to_once(make):
+    def inner(given):
+        if isinstance(given, collections.deque):
+            return given
+        return given["seen"] if isinstance(given, dict) else given[0] if isinstance(given, tuple) else given.value
+
+    class Region(nn.Module):
+        def forward(self, x, given):
+            inner(given).append(1.0)
+            return (x * len(inner(given))).sin()
+
+    model = nn.Sequential(Region())
+    apply(model, [Segment("0")])
+    given = make()
+    x = torch.tensor(2.0, requires_grad=True)
+    model[0](x, given).backward()
+    assert list(inner(given)) == [1.0]
+    assert x.grad.item() == pytest.approx(torch.tensor(2.0).cos().item())
+
+
+def test_weights_that_change_before_backward_are_an_error():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    apply(model, [Segment("0")])
+    loss = model(torch.randn(2, 4)).sum()
+    with torch.no_grad():
+        model[0][0].weight.mul_(2)
+    with pytest.raises(UnsupportedError, match=r"optimizer\.step"):
+        loss.backward()
+    weights = {name: value.detach() * 2 for name, value in model.named_parameters()}
+    weights = {name: value.requires_grad_() for name, value in weights.items()}
+    with pytest.raises(UnsupportedError, match="functional_call"):
+        torch.func.functional_call(model, weights, (torch.randn(2, 4),)).sum().backward()
+
+
+def test_a_tensor_inside_of_an_argument_that_is_written_into_is_an_error():
+    class Region(nn.Module):
+        def forward(self, given):
+            return given["x"].sin()
+
+    model = nn.Sequential(Region())
+    apply(model, [Segment("0")])
+    x = torch.ones(3, requires_grad=True) * 1
+    y = model({"x": x})
+    x += y
+    with pytest.raises(UnsupportedError, match="written into"):
+        x.sum().backward()
+
+
+class Skipping(nn.Module):
+    def __init__(self, between):
+        super().__init__()
+        self.blocks, self.between = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), between
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        if self.between == "skip":
+            return x.sin()
+        return self.blocks[1](x.mul_(2) if self.between == "write" else x)
+
+
+@pytest.mark.parametrize("between", ["skip", "write"])
+def test_modules_of_a_run_that_are_not_called_as_a_chain_are_an_error(between):
+    model = Skipping(between)
+    apply(model, [Segment(("blocks.0", "blocks.1"))])
+    with pytest.raises(UnsupportedError, match="not a chain"):
+        model(torch.randn(2, 4)).sum().backward()
+
+
+def test_a_run_of_modules_that_return_tuples_says_so():
+    class Two(nn.Module):
+        def forward(self, x):
+            return x.sin(), x
+
+    model = nn.Sequential(Two(), Two())
+    apply(model, [Segment(("0", "1"))])
+    with pytest.raises(UnsupportedError, match="returns a tuple"):
+        model[0](torch.randn(3, requires_grad=True))
+
+
+def test_a_result_that_is_only_kept_once_is_refused_instead_of_handed_to_another_call():
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.table = nn.Linear(4, 4, bias=False), None
+
+        def forward(self, x):
+            if self.table is None:
+                self.table = torch.eye(7) @ torch.ones(7, 4)
+            return x + self.inner(x).sin() * self.table[0]
+
+    model = nn.Sequential(Cached())
+    apply(model, [Segment("0", "keep-matmul")])
+    with pytest.raises(UnsupportedError, match="same order"):
+        model(torch.randn(3, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("policy", ["full", "keep-matmul", "offload"])
+def test_forwards_without_a_backward_leave_nothing_behind(policy):
+    class Region(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return x + self.inner(x).sigmoid()
+
+    model = nn.Sequential(Region(), Region())
+    apply(model, [Segment("0", policy), Segment("1", policy)])
+    outputs = []
+    for _ in range(3):
+        y = model(torch.randn(4, 8))
+        token = Output(y.detach(), 0)
+        y.grad_fn.metadata["token"] = token  # lives as long as the node
+        outputs.append(weakref.ref(token))
+        del y, token
+    gc.collect()
+    assert [reference() for reference in outputs] == [None] * 3
+
+
+def test_an_applied_model_is_pickled_after_a_forward():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    apply(model, [Segment("0", "keep-matmul")])
+    model(torch.randn(2, 4)).sum().backward()
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(again[0].weight, model[0].weight)
+
+
+def test_what_is_no_segment_is_refused():
+    with pytest.raises(PlanError, match="not a segment"):
+        apply(Transformer(), "blocks")

@@ -413,6 +413,15 @@ def _text(word):
         "no value": b"\x80\x02.",
         "a mark too few": b"\x80\x02l.",
         "a key that cannot be one": b"\x80\x02}]K\x01s.",
+        "a key of tuples in tuples": b"\x80\x04}N" + b"\x85" * 200000 + b"Ns.",
+        "tuples in tuples": b"\x80\x04N" + b"\x85" * 200000 + b".",
+        "a key that is a tuple": b"\x80\x04}K\x01\x85Ns.",
+        "keys that are tuples": b"\x80\x04}(K\x01\x85Nu.",
+        "a dictionary of a key that is a tuple": b"\x80\x04(K\x01\x85Nd.",
+        "lists in lists by append": b"\x80\x04]" + b"]" * 100000 + b"a" * 100000 + b".",
+        "dictionaries in dictionaries": b"\x80\x04}" + b"N}" * 100000 + b"s" * 100000 + b".",
+        "a value that was never remembered": b"\x80\x04]h\x07a.",
+        "an append to a number": b"\x80\x04K\x01K\x01a.",
         "protocol of the future": b"\x80\x09].",
         "only a beginning": b"\x80",
     }.items(),
@@ -421,6 +430,80 @@ def test_a_damaged_or_hostile_pickle_is_an_error_with_four_parts(name, data):
     with pytest.raises(PlanError) as caught:
         pickles.load(data, name)
     assert all((caught.value.got, caught.value.expected, caught.value.hint))
+
+
+def test_lists_and_tuples_of_the_depth_of_a_snapshot_are_read():
+    value = [{"a": ((1, 2), [3, {}], {"b": (4,)})}] * 3
+    for protocol in (2, 3, 4, 5):
+        assert pickles.load(pickle.dumps(value, protocol), "file") == value
+
+
+@pytest.mark.parametrize("limit", ["MAX_VALUES", "MAX_OPCODES"])
+def test_a_pickle_of_too_many_values_or_opcodes_is_refused_before_any_is_made(monkeypatch, limit):
+    monkeypatch.setattr(pickles, limit, 100)
+    monkeypatch.setattr(pickles._Reader, "load", lambda reader: pytest.fail("something was loaded"))
+    for data in (b"\x80\x02](" + b"}" * 200 + b"e.", pickle.dumps(list(range(200)))):
+        with pytest.raises(PlanError, match="too much to be read"):
+            pickles.load(data, "file")
+
+
+def test_a_pickle_that_repeats_one_value_too_often_is_refused(monkeypatch):
+    monkeypatch.setattr(pickles, "MAX_OPCODES", 100)
+    with pytest.raises(PlanError, match="too much to be read"):
+        pickles.load(b"\x80\x04]\x94(" + b"h\x00" * 200 + b"e.", "file")
+
+
+def test_a_json_document_of_too_many_values_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshots, "MAX_JSON_VALUES", 100)
+    monkeypatch.setattr(json, "loads", lambda data: pytest.fail("something was parsed"))
+    (tmp_path / "many.json").write_text("[" + "[]," * 200 + "[]]")
+    with pytest.raises(PlanError, match="too much to be read"):
+        snapshots.read(tmp_path / "many.json")
+
+
+def test_a_json_document_that_memory_does_not_hold_is_an_error_with_four_parts(tmp_path, monkeypatch):
+    def parse(data):
+        raise MemoryError
+
+    monkeypatch.setattr(json, "loads", parse)
+    (tmp_path / "large.json").write_text("{}")
+    assert refused(tmp_path / "large.json")
+
+
+def test_what_a_compressed_file_holds_is_limited_by_its_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshots, "LEAST_LIMIT_BYTES", 1000)
+    (tmp_path / "bomb.gz").write_bytes(gzip.compress(b"{" + b" " * 1_000_000))
+    with pytest.raises(PlanError, match="too large"):
+        snapshots.read(tmp_path / "bomb.gz")
+
+
+def test_segments_that_are_listed_twice_or_overlap_are_refused():
+    document = small_program().snapshot()
+    document["segments"].append(document["segments"][0])
+    with pytest.raises(PlanError, match="two segments overlap"):
+        replay_of(document)
+
+
+def test_blocks_that_overlap_inside_of_a_segment_are_refused():
+    document = json.loads((RECORDINGS / "first_step.json").read_text())
+    segment = next(segment for segment in document["final_segments"] if len(segment[-1]) > 1)
+    segment[-1][1][0] = segment[-1][0][0]
+    with pytest.raises(PlanError, match="do not fill it"):
+        snapshots._of_event_list(document, "file", None)
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, "x" * 100_000 + ":1", "backend:" + "y" * 100_000])
+def test_a_settings_text_of_any_length_is_shown_cut(text):
+    document = small_program().snapshot()
+    document["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"] = text
+    with pytest.raises((PlanError, UnsupportedError)) as caught:
+        replay_of(document)
+    assert len(str(caught.value)) < 1500
+
+
+def test_a_key_that_is_a_huge_number_is_no_crash():
+    with pytest.raises(PlanError, match="no snapshot"):
+        replay_of({10**5000: 1})
 
 
 def refused(path):
@@ -473,6 +556,8 @@ def test_a_wrong_type_anywhere_is_named(key):
         ("segment", "total_size", 5),
         ("segment", "segment_pool_id", (1, 2, 3)),
         ("block", "state", "asleep"),
+        ("block", "state", ["x"]),
+        ("segment", "segment_type", ["small"]),
         ("block", "size", 10**400),
     ],
 )
@@ -496,7 +581,7 @@ def test_a_wrong_value_anywhere_is_an_error_with_four_parts(place, key, value):
         ("deep.json", b"[" * 200000, "no whole JSON"),
         ("other.json", b'{"format": "cuda-allocator-trace v2"}', "another format"),
         ("list.json", b"[1, 2]", "a dictionary"),
-        ("cut.gz", gzip.compress(b"x" * 1000)[:-20], "no whole gzip"),
+        ("cut.gz", gzip.compress(b"x" * 1000, mtime=0)[:-20], "no whole gzip"),
         ("list.pickle", pickle.dumps([]), "without a history"),
         ("number.pickle", pickle.dumps(5), "a dictionary"),
         ("other.pickle", pickle.dumps({"model": 1}), "no snapshot"),
@@ -554,6 +639,10 @@ def test_a_missing_file_and_a_folder_are_user_errors(tmp_path, capsys):
     for path in (tmp_path / "missing", tmp_path):
         assert cli.main(["replay", str(path)]) == cli.USER_ERROR
         assert "hint:" in capsys.readouterr().err
+    with pytest.raises(PlanError, match="is a folder"):
+        snapshots.read(tmp_path)
+    assert cli.main(["replay", str(tmp_path / "missing")]) == cli.USER_ERROR
+    assert f"there is no file {tmp_path / 'missing'}" in capsys.readouterr().err
 
 
 PROGRAM = """

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import snugfit
+from snugfit import sizes
 from snugfit.memory.reports import PHASES
 from snugfit.sizes import GIB, MIB
 
@@ -119,3 +120,19 @@ def test_the_settings_of_the_allocator_that_are_in_effect_are_named(monkeypatch)
     assert not [sentence for sentence in plain.assumptions if "expandable segments are on" in sentence]
     on_cpu = snugfit.trace(make_step, "cpu")
     assert (on_cpu.unused_bytes, on_cpu.fragmentation_bytes) == (0, 0)
+
+
+def test_a_report_prints_as_a_short_summary_and_its_repr_stays():
+    report = snugfit.trace(make_step, "t4")
+    lines = str(report).splitlines()
+    assert lines[0] == "t4, modelled"
+    assert 8 <= len(lines) <= 12
+    for num_bytes in (report.peak_allocated_bytes, report.peak_reserved_bytes, report.needed_bytes):
+        assert any(sizes.text(num_bytes) in line for line in lines)
+    for category, num_bytes in report.by_category.items():
+        assert f"{category} {sizes.text(num_bytes)}" in str(report)
+    assert f"{report.peak_at.phase} of window {report.peak_at.window}" in str(report)
+    assert sum(line.startswith("  held by") for line in lines) == 1
+    assert f"{sizes.text(report.holders[0].num_bytes)} {report.holders[0].category}" in str(report)
+    assert f"{len(report.assumptions)}, listed in .assumptions" in lines[-1]
+    assert repr(report).startswith("MemoryReport(device='t4'")

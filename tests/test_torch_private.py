@@ -215,3 +215,18 @@ def test_padding_packed_sequences_is_the_function_that_torch_calls():
     with Watching():
         torch.nn.utils.rnn.pad_packed_sequence(packed)
     assert any(seen)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(torch.nn.LSTM, "lstm"), (torch.nn.GRU, "gru"), (torch.nn.RNN, "rnn_tanh")])
+def test_recurrent_networks_are_seen_by_their_functions(kind, name):
+    seen = []
+
+    class Watching(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func == torch_private.RECURRENT[name] and len(args) == 9)
+            return func(*args, **(kwargs or {}))
+
+    model, packed = kind(1, 2), torch.nn.utils.rnn.pack_sequence([torch.ones(3, 1), torch.ones(2, 1)])
+    with Watching():
+        model(packed)
+    assert any(seen)

@@ -79,7 +79,7 @@ class Target:
     target: str
     reached: str
     met: bool | None
-    "None where it was not looked at; the text says why."
+    "None where it is only shown."
     label: str
     "``replay-exact``, ``modelled``, ``CPU-measured``; what the number is compared with stands in ``what``."
     command: str

@@ -57,6 +57,10 @@ class Checkpoint:
     Under ``with torch.device("cuda")`` safetensors 0.4 puts all tensors of the file on the card, sorted by name, before
     the model is built (tried with 0.4.5); a pickle is read on the host.
     """
+    batches: tuple[int, ...]
+    lengths: tuple[int, ...]
+    most_scores: int
+    "Of the page's table: batches, lengths, and the largest batch x length^2 of eager that did not run out of memory."
     extra: tuple[tuple[str, tuple[int, ...]], ...] = ()
     "Name and shape of what the file holds beside the model's parameters; ``*`` stands for every layer."
 
@@ -69,11 +73,19 @@ _POOLER = (
 )
 _MASKS = (("transformer.h.*.attn.bias", (1, 1, 1024, 1024)),)
 CHECKPOINTS = {
-    "distilbert-base-uncased": Checkpoint("DistilBertForMaskedLM", {}, torch.float32),
-    "bert-base-uncased": Checkpoint("BertLMHeadModel", {}, torch.float32, _POOLER),
-    "gpt2-large": Checkpoint("GPT2LMHeadModel", {"n_embd": 1280, "n_layer": 36, "n_head": 20}, torch.float32, _MASKS),
-    "gpt2-xl": Checkpoint("GPT2LMHeadModel", {"n_embd": 1600, "n_layer": 48, "n_head": 25}, torch.float32, _MASKS),
-    "gpt2-medium": Checkpoint("GPT2LMHeadModel", {"n_embd": 1024, "n_layer": 24, "n_head": 16}, torch.float32, _MASKS),
+    "distilbert-base-uncased": Checkpoint(
+        "DistilBertForMaskedLM", {}, torch.float32, (1, 2, 4, 8), (128, 256), 8 * 256**2
+    ),
+    "bert-base-uncased": Checkpoint("BertLMHeadModel", {}, torch.float32, (4, 8, 16), (256, 512), 16 * 512**2, _POOLER),
+    "gpt2-large": Checkpoint(
+        "GPT2LMHeadModel",
+        {"n_embd": 1280, "n_layer": 36, "n_head": 20},
+        torch.float32,
+        (1, 2, 4),
+        (128, 256, 512, 1024),
+        4 * 512**2,
+        _MASKS,
+    ),
     "opt-350m": Checkpoint(
         "OPTForCausalLM",
         {
@@ -86,6 +98,9 @@ CHECKPOINTS = {
             "do_layer_norm_before": False,
         },
         None,
+        (1, 2, 4, 8),
+        (128, 256, 512, 1024, 2048),
+        2 * 2048**2,
     ),
     "pythia-410m": Checkpoint(
         "GPTNeoXForCausalLM",
@@ -97,6 +112,9 @@ CHECKPOINTS = {
             "intermediate_size": 4096,
         },
         torch.float16,
+        (1, 2, 4),
+        (128, 256, 512, 1024, 2048),
+        2048**2,
     ),
 }
 "Sizes as in the configurations on the model hub."
@@ -109,23 +127,24 @@ def rows(published: Sequence[Row], options: Options) -> Iterator[Prediction | Sk
         checkpoint = next((name for name in CHECKPOINTS if name in row.fields["model"]), "")
         card = next((name for text, name in CARDS.items() if text in row.fields["gpu_type"]), "")
         precision = row.fields["precision"].partition(" ")[0]
-        if not checkpoint or not card or row.metric != "allocated" or precision not in _DTYPES:
-            yield Skipped(row.id, "the checkpoint, the card or the precision is not one of those known")
+        known = checkpoint and card and precision in _DTYPES and row.fields["attention"] in ("eager", "sdpa")
+        if not known or row.metric != "allocated":
+            yield Skipped(row.id, "the checkpoint, the card, the precision or the attention is not one of those known")
         else:
             runs.setdefault((checkpoint, card, row.fields["torch_version"], precision), []).append(row)
     for (checkpoint, card, version, precision), same in runs.items():
         chosen = same[:_QUICK] if options.quick else same
         yield from (Skipped(row.id, "quick run") for row in same[len(chosen) :])
-        yield from _run(chosen, CHECKPOINTS[checkpoint], card, version, _DTYPES[precision])
+        yield from _run(chosen, CHECKPOINTS[checkpoint], card, version, _DTYPES[precision], is_quick=options.quick)
 
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def _run(
-    same: Sequence[Row], checkpoint: Checkpoint, card: str, version: str, dtype: torch.dtype
+    same: Sequence[Row], checkpoint: Checkpoint, card: str, version: str, dtype: torch.dtype, *, is_quick: bool
 ) -> Iterator[Prediction]:
-    sweeps = {attention: _sweep(same, attention) for attention in ("sdpa", "eager")}
+    sweeps = {name: _sweep(same, checkpoint, name, is_quick=is_quick) for name in ("sdpa", "eager")}
     number = sum(map(len, sweeps.values())) * (WARMUPS + MEASURED)
     print(f"{same[0].family}: {number} steps with transformers {transformers.__version__}", file=sys.stderr)
     device = hardware.resolve(card)
@@ -139,16 +158,13 @@ def _run(
         yield Prediction(row.id, num_bytes, CAUSE)
 
 
-def _sweep(same: Sequence[Row], attention: str) -> list[tuple[int, int]]:
-    """Every batch with every length, up to the largest that there is a row of: beyond that memory may have run out."""
-    known = [_sizes(row) for row in same if row.fields["attention"] == attention]
-    batches, lengths = ({_sizes(row)[part] for row in same} for part in (0, 1))
-
-    def scores(sizes: tuple[int, int]) -> int:
-        return sizes[0] * sizes[1] ** (2 if attention == "eager" else 1)
-
-    most = max(map(scores, known), default=0)
-    return [sizes for sizes in itertools.product(sorted(batches), sorted(lengths)) if scores(sizes) <= most]
+def _sweep(same: Sequence[Row], checkpoint: Checkpoint, attention: str, *, is_quick: bool) -> list[tuple[int, int]]:
+    """What ran in the process: the page's table and the rows; in a quick run the rows alone."""
+    sizes = {_sizes(row) for row in same if row.fields["attention"] == attention}
+    if not is_quick:
+        table = set(itertools.product(checkpoint.batches, checkpoint.lengths))
+        sizes |= {(b, s) for b, s in table if attention != "eager" or b * s**2 <= checkpoint.most_scores}
+    return sorted(sizes)
 
 
 def _sizes(row: Row) -> tuple[int, int]:

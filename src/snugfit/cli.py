@@ -300,6 +300,13 @@ def _answer(act: Callable[[], int], request: Output) -> int:
 
 def _named(error: BaseException) -> SnugfitError:
     """An error that is not ours, most often of the user's model or loss, in the form of ours."""
+    if isinstance(error, FileNotFoundError) and error.filename is not None and not users_line(error):
+        return PlanError(
+            f"there is no file {error.filename}",
+            got=f"path {str(error.filename)!r}",
+            expected="a file that is there",
+            hint="check the path",
+        )
     if isinstance(error, OSError) and error.filename is not None and not users_line(error):
         return PlanError(
             "a file or folder cannot be read or written",

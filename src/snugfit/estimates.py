@@ -112,7 +112,8 @@ def _of_step(
     given = request.said_of_a_plan()
     if given:
         raise PlanError(
-            "a step of your own is traced as it is",
+            f"{', '.join(given)} {'belong' if len(given) > 1 else 'belongs'} to a job; a step of your own is traced as "
+            "it is",
             got=f"{request.target} with {', '.join(given)}",
             expected="--device, --budget, and --seq or --image if the function takes them",
             hint="change the step itself, or write a function job() that returns a snugfit.Job",

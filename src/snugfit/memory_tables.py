@@ -115,7 +115,7 @@ def _sizes(out: Console, memory: MemoryReport, budget_bytes: int, unit: str) -> 
     fraction = CPU_MARGIN_FRACTION if memory.device == "cpu" else MARGIN_FRACTION
     least = "" if memory.device == "cpu" else f", at least {sizes.text(MARGIN_BYTES)}"
     margin = f"{fraction:.0%} of reserved{least} ({memory.label})"
-    unused = f"{sizes.text(memory.unused_bytes)} of it unused at that moment" if memory.unused_bytes else ""
+    unused = f"{sizes.text(memory.unused_bytes)} of it unused when it peaks" if memory.unused_bytes else ""
     for name, num_bytes, note in (
         ("peak allocated", memory.peak_allocated_bytes, "live: tensors and workspaces"),
         ("peak reserved", memory.peak_reserved_bytes, unused),

@@ -173,7 +173,7 @@ def _job_in(module: ModuleType, path: Path, name: str, sizes: dict[str, Any]) ->
             f"{name}() of {str(path)!r} did not return a job",
             got=type(job).__name__,
             expected="snugfit.Job",
-            hint=f"{hint}, or name it {STEP_NAME}... to estimate the step it returns" if callable(job) else hint,
+            hint=f"{hint}, or name it {STEP_NAME}... if it makes a step: only functions whose names begin so do",
         )
     return job
 

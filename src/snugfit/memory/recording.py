@@ -30,7 +30,7 @@ from snugfit.memory.known_values.values import Values
 from snugfit.memory.module_stack import ModuleStack, Owners
 from snugfit.memory.steps import refusals, sparse
 from snugfit.memory.steps.outside import Outside
-from snugfit.memory.steps.places import DEVICE, HOST, Places, host_result, on_device_only
+from snugfit.memory.steps.places import DEVICE, HOST, Places, host_result
 from snugfit.memory.storages import dense_parts, has_plain, is_plain, parts_of
 from snugfit.training import splitting
 
@@ -184,16 +184,14 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
 
     def made_by(self, tensor: Tensor) -> str:
         """The operation that made a tensor's storage; empty for what stayed on the host."""
-        index = self._live.get(tensor.untyped_storage()._cdata, _HOST)
-        return "" if index == _HOST else self.recording.births[index].op
+        return "" if (index := self._index_of(tensor)) == _HOST else self.recording.births[index].op
 
-    def recording_on_device(self) -> Recording:
-        """The recording without what stayed on the host, where the step tells the two apart."""
-        return on_device_only(self.recording) if self.places.names_device else self.recording
+    def _index_of(self, tensor: Tensor) -> int:
+        return self._live.get(tensor.untyped_storage()._cdata, _HOST)
 
     def resize(self, tensor: Tensor, num_bytes: int) -> None:
         """Correct what a recorded tensor's storage takes on the traced device."""
-        index = self._live.get(tensor.untyped_storage()._cdata, _HOST)
+        index = self._index_of(tensor)
         if index != _HOST:
             self.recording.births[index].num_bytes = num_bytes
 
@@ -335,7 +333,7 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         """``device``, ``host``, or empty where the step left it open."""
         if type(tensor) not in _PLAIN:
             return DEVICE if DEVICE in {self.place_of(part) for part in parts_of(tensor)} else HOST
-        index = self._live.get(tensor.untyped_storage()._cdata, _HOST)
+        index = self._index_of(tensor)
         return HOST if index == _HOST else self.recording.births[index].place
 
     def _watch(self, storage: Any, key: int, index: int) -> None:

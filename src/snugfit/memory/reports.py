@@ -1,7 +1,7 @@
 """What a step needs: the ``MemoryReport`` that estimate, trace and measure all return.
 
 Entry point: ``MemoryReport``. Whatever its label, it has the same fields, so that comparing an estimate with a
-measurement is a subtraction. Text and tables are the command line's.
+measurement is a subtraction. ``str`` is a summary; tables are the command line's.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,8 @@ PHASES = ("forward end", "backward end", "step end")
 MARGIN_FRACTION = 0.05
 MARGIN_BYTES = 6 * sizes.GIB // 10
 CPU_MARGIN_FRACTION = 0.10
+_TOP = 5
+"Holders that a summary shows."
 
 
 def margin_bytes(peak_reserved_bytes: int, device: str, label: str = "modelled") -> int:
@@ -143,6 +145,25 @@ class MemoryReport:
     def fits(self, budget: str | int) -> bool:
         """Whether a budget (a size, or bytes) holds the peak, the context and the margin."""
         return self.needed_bytes <= sizes.parse(budget)
+
+    def __str__(self) -> str:
+        """A summary of about 12 lines; ``repr`` and ``to_dict`` have everything."""
+        at = self.peak_at
+        made = [name for name, num_bytes in sorted(self.by_category.items(), key=lambda entry: -entry[1]) if num_bytes]
+        lines = [
+            f"{self.device}, {self.label}",
+            f"  peak allocated  {sizes.text(self.peak_allocated_bytes)}",
+            f"  peak reserved   {sizes.text(self.peak_reserved_bytes)}",
+            f"  needed          {sizes.text(self.needed_bytes)}, with context and margin",
+            f"  by category     {', '.join(f'{name} {sizes.text(self.by_category[name])}' for name in made)}",
+            f"  peak in         {at.phase} of window {at.window}, {at.module or '(no module)'}, {at.op or '(no op)'}",
+        ]
+        for number, holder in enumerate(self.holders[:_TOP]):
+            made_by = f"{holder.op} of {holder.module}" if holder.module else holder.op
+            what = f"{sizes.text(holder.num_bytes)} {holder.category}, {holder.num_storages} of {holder.phase}"
+            lines.append(f"  {'held by' if not number else '':<16}{what}: {made_by}")
+        lines.append(f"  assumptions     {len(self.assumptions)}, listed in .assumptions")
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as built-in values, ready for JSON."""

@@ -25,6 +25,7 @@ _CHANGES_STORAGE = ("resize_", "resize_as_", "set_")
 _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _DEVICE_QUERY = torch.ops.prim.device.default
 PAD_PACKED_SEQUENCE: Any = torch._VF._pad_packed_sequence
+RECURRENT: dict[str, Any] = {name: getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _BETWEEN = (__package__, "torch", "torch._dynamo")
 "Whose frames lie between an operation and a dispatch mode: torch keeps its compiler out of the mode."

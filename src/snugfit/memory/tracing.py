@@ -35,12 +35,14 @@ from snugfit.memory.steps import (
     cuda_functions,
     data_parallel,
     inference,
+    leftovers,
     library_rules,
     loaders,
     opaque,
     places,
     pretrained_weights,
     refusals,
+    surroundings,
     twins,
 )
 from snugfit.memory.steps.placement import Placement
@@ -59,7 +61,14 @@ from snugfit.training import (
 )
 
 _FULL_MICRO_BATCHES = 2
+_MOST_MICRO_BATCHES = 64
+"Traced in full where what they leave alive adds up; beyond, it is multiplied, which takes it as even."
 _WINDOWS = 2
+
+NO_DEVICE = (
+    'the step never names "cuda": it is counted as if all that it makes were on the card; as it is written it would '
+    "run on the host"
+)
 
 
 def trace(make_step: Callable[[], Callable[[], object]], device: str | hardware.Device = "auto") -> MemoryReport:
@@ -87,7 +96,17 @@ def trace(make_step: Callable[[], Callable[[], object]], device: str | hardware.
             expected="a function that builds everything and returns the step",
             hint="pass the function itself: snugfit.trace(make_step)",
         )
-    return record(lambda _: make_step(), hardware.resolve(device)).report()
+    target = hardware.resolve(device)
+    recorders: list[Recorder] = []
+
+    def make(recorder: Recorder) -> Callable[[], object]:
+        recorders.append(recorder)
+        return make_step()
+
+    traced = record(make, target)
+    if target.kind == "cuda" and not recorders[0].places.names_device:
+        traced = replace(traced, assumptions=(*traced.assumptions, NO_DEVICE))
+    return traced.report()
 
 
 def estimate(job: Job, plan: Plan, device: str | hardware.Device = "auto") -> MemoryReport:
@@ -111,6 +130,7 @@ def estimate(job: Job, plan: Plan, device: str | hardware.Device = "auto") -> Me
     return record_job(job, plan, hardware.resolve(device)).report()
 
 
+@surroundings.default_modes()
 def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[Sequence[int]] | None = None) -> Trace:
     """Record the step that ``build(job, plan)`` makes.
 
@@ -118,9 +138,10 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
         job: What is trained.
         plan: How.
         device: What it is traced for.
-        windows: For each window the indices of the micro-batches that it runs. By default two windows, the first
-            of two micro-batches, the second of two full ones and the tail: later full ones repeat the second.
+        windows: For each window the indices of the micro-batches that it runs. By default two windows of two full
+            ones and the tail: later full ones repeat the second. Where what they leave alive adds up, all of them.
     """
+    surroundings.refuse_nested()
     if not isinstance(plan, Plan):
         raise PlanError(
             "this is not a plan",
@@ -139,7 +160,7 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
     are_others_like = False
     if windows is None:
         shown = _representative(len(micro_batches), plan)
-        windows = [shown[:_FULL_MICRO_BATCHES], shown]
+        windows = [shown] * _WINDOWS
         are_others_like = len(shown) < plan.accumulation_steps
         if are_others_like:
             assumptions.append(
@@ -172,7 +193,31 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
         return step
 
     trace = record(make_step, device, len(windows))
-    return replace(trace, assumptions=(*trace.assumptions, *assumptions))
+    trace = replace(trace, assumptions=(*trace.assumptions, *assumptions))
+    if not are_others_like or not leftovers.grows(trace.recording):
+        return trace
+    missing = plan.accumulation_steps - len(shown)
+    everyone = [*shown[:2], *[1] * missing, *shown[2:]] if traced_samples < share else range(len(micro_batches))
+    return _with_leftovers(trace, missing, lambda: record_job(job, plan, device, [everyone] * _WINDOWS), len(everyone))
+
+
+def _with_leftovers(trace: Trace, missing: int, record_all: Callable[[], Trace], number: int) -> Trace:
+    """The trace of a step whose micro-batches leave something alive, by as many of them as there are."""
+    if number <= _MOST_MICRO_BATCHES:
+        try:
+            whole = record_all()
+        except Exception:  # what the first trace left in the user's objects may not go together with a second one
+            pass
+        else:
+            sentence = f"what a micro-batch leaves alive adds up: all {number} micro-batches are traced"
+            return replace(whole, assumptions=(*whole.assumptions, sentence))
+    counted = f"that of the second one is counted {missing} times more, as if all left the same"
+    sentence = f"what a micro-batch leaves alive adds up: {counted}"
+    return replace(
+        trace,
+        recording=leftovers.multiplied(trace.recording, missing),
+        assumptions=(*trace.assumptions, sentence),
+    )
 
 
 def record(
@@ -183,10 +228,13 @@ def record(
     capability = device.compute_capability or (8, 0)
     rules = Rules(target_of(device)) if cuda else CpuRules()
     recorder = Recorder(on_op=rules, host_scalars=cuda)
+    recorder.places.own = device.index or 0
     assume = recorder.assume
     if cuda and device.compute_capability is None:
         assume("compute capability unknown, taken as 8.0: attention kernels and workspaces follow it")
     with ExitStack() as stack:
+        stack.enter_context(surroundings.alone())
+        stack.enter_context(surroundings.default_modes())
         stack.enter_context(collector_off())
         stack.enter_context(random_states.seeded(0))
         if cuda:
@@ -236,7 +284,7 @@ def record(
             assume("the step draws random numbers in Python or numpy: the windows are recorded as they ran with seed 0")
     for sentence in rules.assumptions:
         assume(sentence)
-    recording = recorder.recording_on_device() if cuda else recorder.recording
+    recording = places.on_device_only(recorder) if cuda else recorder.recording
     return Trace(recording, device, tuple(recorder.assumptions))
 
 
@@ -273,7 +321,9 @@ def _precision_of(device: hardware.Device) -> Iterator[None]:
     """Let ``precision="auto"`` be that of the traced device, wherever the tensors lie."""
     resolve = precision.resolve
     with mock.patch.object(precision, "resolve", lambda name, _: resolve(name, device)):
-        yield
+        # And what is said of devices that are present is not remembered: it is said of the target.
+        with mock.patch.object(precision, "is_present", lambda kind: kind in ("cpu", device.kind)):
+            yield
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from snugfit.hardware import Device
 from snugfit.jobs import Job
 from snugfit.memory.events import Birth, Recording, Work
 from snugfit.memory.reports import MemoryReport, margin_bytes
+from snugfit.memory.steps import leftovers
 from snugfit.memory.traces import Trace
 from snugfit.memory.tracing import record_job
 from snugfit.planning import cost
@@ -42,6 +43,8 @@ class ScaledTrace:
     "FLOPs and bytes per sample of each piece of work of ``base``."
     second: tuple[int, int]
     "Events of the second micro-batch of the last window: first and one past the last."
+    adds_up: bool = False
+    "Whether what a micro-batch leaves alive is there once for each of them."
 
     @classmethod
     def record(cls, job: Job, plan: Plan, device: Device, sizes: tuple[int, int]) -> "ScaledTrace":
@@ -70,7 +73,8 @@ class ScaledTrace:
             for index, done in _pairs(_work(base.recording, step), _work(other.recording, reference)):
                 here = base.recording.work[index][1]
                 work_slopes[index] = ((done.flops - here.flops) / distance, (done.bytes - here.bytes) / distance)
-        return cls(base, sizes[0], tuple(birth_slopes), tuple(work_slopes), steps[-1])
+        adds_up = leftovers.grows(base.recording)
+        return cls(base, sizes[0], tuple(birth_slopes), tuple(work_slopes), steps[-1], adds_up)
 
     def report(self, micro_batch_size: int, num_micro_batches: int) -> MemoryReport:
         """The report of a window of that many micro-batches of that size."""
@@ -111,7 +115,10 @@ class ScaledTrace:
         events, marks = recording.events, recording.marks
         if num_micro_batches == 1:
             events, marks = self._without_second()
-        return replace(self.base, recording=Recording(births, list(events), list(marks)))
+        scaled = Recording(births, list(events), list(marks), list(recording.work) if num_micro_batches > 1 else [])
+        if num_micro_batches > 2 and self.adds_up:
+            scaled = leftovers.multiplied(scaled, num_micro_batches - 2)
+        return replace(self.base, recording=scaled)
 
     def _without_second(self) -> tuple[list[int], list[tuple[int, str]]]:
         """The stream without the second micro-batch; what the first left dies where the second would have begun."""

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from snugfit.errors import PlanError
+from snugfit.errors import PlanError, UnsupportedError
 
 _REDUCTIONS = ("mean", "sum", "none")
 _planned: ContextVar["Planned | None"] = ContextVar("snugfit_loss_chunks", default=None)
@@ -65,7 +64,8 @@ def chunked_cross_entropy(
         >>> round(chunked_cross_entropy(hidden, weight, labels, chunks=3).item(), 4)
         2.3026
     """
-    _check(hidden, weight, labels, bias, class_weight, reduction, label_smoothing)
+    _check(hidden, weight, labels, bias, class_weight)
+    _check_options(ignore_index, reduction, label_smoothing, logit_scale)
     number = _number_of_chunks(chunks)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
@@ -172,8 +172,14 @@ class _Rows(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "the chunked loss has no second derivative",
+                got="a backward with create_graph=True through chunked_cross_entropy",
+                expected="create_graph=False",
+                hint="use torch.nn.functional.cross_entropy where gradients are differentiated again",
+            )
         hidden, weight, bias, targets, class_weight, normalisers = ctx.saved_tensors
         number, ignore_index, smoothing, scale = ctx.options
         wide = normalisers.dtype
@@ -260,31 +266,50 @@ def _check(
     labels: Tensor,
     bias: Tensor | None,
     class_weight: Tensor | None,
-    reduction: str,
-    label_smoothing: float,
 ) -> None:
+    given = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias, "class_weight": class_weight}
+    for name, value in given.items():
+        if not isinstance(value, Tensor) and not (value is None and name in ("bias", "class_weight")):
+            raise PlanError(
+                f"chunked_cross_entropy: {name} is not a tensor",
+                got=f"{name} is a {type(value).__name__}",
+                expected="tensors: what goes into the last layer, that layer's weight, the labels",
+                hint="pass head.weight (and bias=head.bias) instead of the layer",
+            )
     features, classes = hidden.shape[-1:], weight.shape[:1]
     problems = {
-        "weight": weight.dim() != 2 or weight.shape[1:] != features,
+        "weight": weight.dim() != 2 or weight.shape[1:] != features or not weight.is_floating_point(),
         "labels": labels.shape != hidden.shape[:-1] or labels.dtype != torch.int64,
         "bias": bias is not None and bias.shape != classes,
         "class_weight": class_weight is not None and class_weight.shape != classes,
     }
     wrong = [name for name, is_wrong in problems.items() if is_wrong]
-    if wrong or not hidden.is_floating_point():
-        shapes = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias, "class_weight": class_weight}
+    if wrong or not hidden.is_floating_point() or features[0] == 0:
         raise PlanError(
             f"chunked_cross_entropy: {wrong[0] if wrong else 'hidden'} does not fit the others",
-            got=", ".join(f"{n} {tuple(t.shape)} {str(t.dtype)[6:]}" for n, t in shapes.items() if t is not None),
+            got=", ".join(f"{n} {tuple(t.shape)} {str(t.dtype)[6:]}" for n, t in given.items() if t is not None),
             expected="hidden (..., features), weight (classes, features), labels (...) of int64, bias and "
             "class_weight (classes,)",
             hint="pass what goes into the last layer as hidden and its weight, not the logits; labels are classes, "
             "shifted by yourself",
         )
-    if reduction not in _REDUCTIONS or not 0 <= label_smoothing <= 1:
+
+
+def _check_options(ignore_index: Any, reduction: Any, label_smoothing: Any, logit_scale: Any) -> None:
+    if isinstance(logit_scale, Tensor):
+        raise PlanError(
+            "chunked_cross_entropy: logit_scale is a tensor, which would get no gradient",
+            got=f"logit_scale of shape {tuple(logit_scale.shape)}",
+            expected="a number",
+            hint="multiply the hidden states by a learnable scale: chunked_cross_entropy(hidden * scale, ...)",
+        )
+    numbers = (ignore_index, label_smoothing, logit_scale)
+    is_right = all(isinstance(value, (int, float)) for value in numbers) and reduction in _REDUCTIONS
+    if not is_right or not 0 <= label_smoothing <= 1:
         raise PlanError(
             "chunked_cross_entropy: an option is outside of its range",
-            got=f"reduction={reduction!r}, label_smoothing={label_smoothing!r}",
-            expected=f"reduction one of {_REDUCTIONS}, label_smoothing between 0 and 1",
+            got=f"reduction={reduction!r}, label_smoothing={label_smoothing!r}, ignore_index={ignore_index!r}, "
+            f"logit_scale={logit_scale!r}",
+            expected=f"reduction one of {_REDUCTIONS}, label_smoothing between 0 and 1, numbers",
             hint='use reduction="mean"',
         )

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from snugfit.errors import PlanError
+from snugfit.errors import PlanError, UnsupportedError
 from snugfit.training import torch_private
 
 ATTENTION = (
@@ -63,11 +63,11 @@ def operations(policy: str) -> tuple[str, ...]:
                 expected="names of torch.ops.aten such as mm, addmm, bmm, convolution",
                 hint="torch.profiler shows the operations of a model; write them without aten::",
             )
-        if all(one.endswith("_") and not one.endswith("__") for one in found):
+        if not any(torch_private.makes_new_tensors(one) for one in found):
             raise PlanError(
-                f"the policy {policy!r} keeps an operation that writes into its argument",
+                f"the policy {policy!r} keeps an operation that makes no new tensor",
                 got=repr(name),
-                expected="operations that return new tensors",
+                expected="operations that neither write into their arguments nor return views of them",
                 hint=f"leave {name} out of the set",
             )
     return (*names, *ROUTING)
@@ -77,6 +77,8 @@ def operations(policy: str) -> tuple[str, ...]:
 class _Kept:
     """What one call of an operation returned, and where it left the random generators if it moved them."""
 
+    call: tuple[Any, ...]
+    "Shapes and types of its arguments."
     values: Any
     states: list[tuple[Any, Tensor]]
 
@@ -96,12 +98,15 @@ class Seen:
         "Calls whose results a whole recomputation did not ask for."
         self._matches: dict[Any, bool] = {}
 
+    def __reduce__(self) -> Any:
+        return Seen, (self.names,)  # what was learned is of this process
+
     def keeps(self, op: Any) -> bool:
         """Whether results of an operation are kept."""
         found = self._matches.get(op)
         if found is None:
             name = op._schema.name.partition("::")[2]
-            is_new = not op._schema.is_mutable
+            is_new = torch_private.is_new(op)
             found = is_new and any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
             self._matches[op] = found
         return found
@@ -123,7 +128,9 @@ class Results:
         """Keep what a call returned, unless earlier recomputations did without."""
         calls = self._kept.setdefault(op, [])
         is_unused = (op, len(calls)) in self.seen.unused
-        calls.append(None if is_unused else _Kept(_each(values, _detached), _states(op, args, kwargs, values)))
+        calls.append(
+            None if is_unused else _Kept(_described(args), _each(values, _detached), _states(op, args, kwargs, values))
+        )
 
     def begin(self) -> None:
         """A recomputation starts: results are asked for from the first on."""
@@ -136,8 +143,12 @@ class Results:
                 self.seen.unused.add((op, i))
                 calls[i] = None
 
-    def take(self, op: Any) -> tuple[bool, Any]:
-        """Whether there is a result of the next call of an operation, and that result."""
+    def take(self, op: Any, args: Sequence[Any]) -> tuple[bool, Any]:
+        """Whether there is a result of the next call of an operation, and that result.
+
+        Raises:
+            UnsupportedError: The next call had other arguments the first time.
+        """
         calls = self._kept.get(op, [])
         i = self._asked.get(op, 0)
         self._asked[op] = i + 1
@@ -145,6 +156,15 @@ class Results:
         if kept is None:
             self.seen.unused.discard((op, i))
             return False, None
+        if kept.call != _described(args):
+            raise UnsupportedError(
+                "a segment does not call its operations in the same order again, so kept results cannot be handed out",
+                got=f"{op._schema.name.partition('::')[2]}, call {i}, with other arguments than the first time",
+                expected="the same operations on the same shapes in a repetition",
+                hint="use the policy 'full' for this segment; what it computes once, or only outside of a repetition, "
+                "belongs before it",
+                op=op._schema.name,
+            )
         for move, state in kept.states:
             move(state)
         if torch_private.retains_graph():
@@ -207,7 +227,7 @@ class HandingOut(torch_private.DispatchMode):  # type: ignore[misc, unused-ignor
         if func._schema.is_mutable:
             self._results.protect(_written(func, args, kwargs))
         if self._results.seen.keeps(func):
-            is_there, values = self._results.take(func)
+            is_there, values = self._results.take(func, args)
             if is_there:
                 return values
         return func(*args, **kwargs)
@@ -219,6 +239,10 @@ def _each(values: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(values, (tuple, list)):
         return type(values)(_each(value, function) for value in values)
     return values
+
+
+def _described(args: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((tensor.shape, tensor.dtype) for tensor in _tensors(args))
 
 
 def _detached(tensor: Tensor) -> Tensor:

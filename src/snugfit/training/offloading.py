@@ -100,7 +100,7 @@ class _View:
 
 @dataclass(frozen=True, slots=True)
 class _Uncopied:
-    """A saved tensor that is on the host anyway."""
+    """A saved tensor that stays where it is."""
 
     tensor: Tensor
     version: int
@@ -115,12 +115,13 @@ class _Moved:
         self._watches: list[Any] = []
         self._last: weakref.ref[_Place] | None = None
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> "_View | _Uncopied":
+        # Never the tensor itself: an output that its own node saves would keep that node alive for ever.
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            return _Uncopied(tensor.detach(), tensor._version)
         memory = _memory(tensor)
-        is_plain = tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
-        if not is_plain or memory in self._staying or tensor.untyped_storage().nbytes() < MIN_BYTES:
-            return tensor
-        if is_on_host(tensor):
+        is_small = tensor.untyped_storage().nbytes() < MIN_BYTES
+        if is_small or memory in self._staying or is_on_host(tensor):
             return _Uncopied(tensor.detach(), tensor._version)
         key = (memory, tensor.dtype, tensor._version)
         place = self._places.get(key)
@@ -134,7 +135,7 @@ class _Moved:
             self._watches.append(weakref.ref(storage, lambda _: self._places.pop(key, None)))
         return _View(place, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(self, packed: Any) -> Tensor:
+    def unpack(self, packed: "_View | _Uncopied") -> Tensor:
         if isinstance(packed, _Uncopied):
             if packed.tensor._version != packed.version:
                 raise PlanError(
@@ -144,8 +145,6 @@ class _Moved:
                     hint="use the operation that makes a new tensor instead of the one that writes into it",
                 )
             return packed.tensor
-        if not isinstance(packed, _View):
-            return packed  # type: ignore[no-any-return]
         self._places.clear()
         back = packed.place.returned()
         before = packed.place.before() if packed.place.before is not None else None

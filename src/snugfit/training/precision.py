@@ -249,19 +249,20 @@ def _half_weights(model: nn.Module) -> list[str]:
 
 
 @functools.cache
-def _is_present(device_type: str) -> bool:
+def is_present(device_type: str) -> bool:
+    """Whether this machine has an accelerator of a type, and torch can use it."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device_type and torch.accelerator.is_available()
 
 
 def _has_half_types(device_type: str) -> bool:
     """Whether autocast to both half types is certain to work."""
-    return device_type == "cpu" or (device_type == "cuda" and _is_present(device_type))
+    return device_type == "cpu" or (device_type == "cuda" and is_present(device_type))
 
 
 def _can_be_on(device_type: str, dtype: torch.dtype) -> bool:
     """Whether autocast stays on when asked for; torch turns it off with a warning where it has none."""
-    if not torch.amp.is_autocast_available(device_type) or (device_type != "cuda" and not _is_present(device_type)):
+    if not torch.amp.is_autocast_available(device_type) or (device_type != "cuda" and not is_present(device_type)):
         return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

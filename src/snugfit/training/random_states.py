@@ -6,6 +6,7 @@ Entry points: ``take``, ``restore`` and ``seeded``. Generators that a user made 
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,26 @@ def numpy_state() -> tuple[bytes, int]:
     """Numpy's random state in a form that can be compared."""
     _, keys, position, *_ = np.random.get_state()
     return np.asarray(keys).tobytes(), int(position)
+
+
+@dataclass(frozen=True, slots=True)
+class OfPython:
+    """Random states of Python and numpy; two are equal if nothing was drawn in between."""
+
+    python: Any
+    numpy: tuple[bytes, int]
+    whole_numpy: Any = field(compare=False)
+
+
+def of_python() -> OfPython:
+    """The present random states of Python and numpy."""
+    return OfPython(random.getstate(), numpy_state(), np.random.get_state())
+
+
+def set_python(states: OfPython) -> None:
+    """Set what ``of_python`` read."""
+    random.setstate(states.python)
+    np.random.set_state(states.whole_numpy)
 
 
 @contextmanager

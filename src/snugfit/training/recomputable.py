@@ -11,6 +11,7 @@ from torch import nn
 from snugfit.errors import PlanError, UnsupportedError
 from snugfit.plans import Segment
 from snugfit.training import keeping
+from snugfit.training import segments as segments_of
 
 
 def modules_of(model: nn.Module, segments: Sequence[Segment]) -> tuple[dict[str, nn.Module], list[Segment]]:
@@ -28,6 +29,13 @@ def modules_of(model: nn.Module, segments: Sequence[Segment]) -> tuple[dict[str,
             hint="pass snugfit.checkpointing.blocks(model), or leave recompute out",
         )
     for segment in segments:
+        if not isinstance(segment, Segment):
+            raise PlanError(
+                "this is not a segment",
+                got=repr(segment),
+                expected="snugfit.Segment",
+                hint="pass snugfit.checkpointing.blocks(model), or [snugfit.Segment('encoder.layer.0')]",
+            )
         if segment.policy != "offload":
             keeping.operations(segment.policy)
     _refuse_compiled(model, segments)
@@ -35,11 +43,12 @@ def modules_of(model: nn.Module, segments: Sequence[Segment]) -> tuple[dict[str,
     names = list(dict.fromkeys(name for segment in segments for name in segment.modules))
     missing = [name for name in names if name not in known]
     if missing:
+        near = list(dict.fromkeys(close for name in missing[:3] for close in segments_of.similar(name, known)))
         raise PlanError(
             "segments name modules that the model does not have",
             got=", ".join(missing),
             expected=f"names of {type(model).__name__}.named_modules(), such as {list(known)[-1]!r}",
-            hint="print([name for name, _ in model.named_modules()])",
+            hint=f"did you mean {' or '.join(near[:3])}?" if near else "take names as named_modules() of it gives them",
             names=tuple(missing),
         )
     modules = {name: known[name] for name in names}
@@ -116,7 +125,6 @@ def _refuse_compiled(model: nn.Module, segments: Sequence[Segment]) -> None:
                 got=f"{name or 'the model itself'}, a {type(module).__name__}, and segments of {inside[0]}"
                 + (f" and {len(inside) - 1} more" if len(inside) > 1 else ""),
                 expected="segments of modules that are neither compiled nor inside of a compiled one",
-                hint="apply the segments to the model before torch.compile, or leave recompute out: the compiler "
-                "decides itself what to recompute",
+                hint="leave recompute out: the compiler decides what to recompute; or do not compile these modules",
                 names=tuple(inside),
             )

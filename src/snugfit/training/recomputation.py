@@ -1,7 +1,7 @@
 """What is the same in a recomputation as in the forward it repeats: buffers, kept results; how code tells them apart.
 
-Entry points: ``is_recomputing``, and the contexts that ``checkpointing`` hands to torch. Random and autocast state are
-torch's.
+Entry points: ``is_recomputing``, and the contexts that ``checkpointing`` hands to torch. torch's random and autocast
+state are torch's own; those of Python and numpy, and training modes, are put back here.
 
 NOTE [Buffers of a recomputed segment]
 1. Backward runs the segment's forward again; running statistics and counters in buffers must not move again.
@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from snugfit.training import random_states
 from snugfit.training.buffers import Keeper, Kept
 from snugfit.training.keeping import HandingOut, Keeping, Results, Seen
 
@@ -47,11 +48,18 @@ class FirstForward:
     def __init__(self, modules: Sequence[nn.Module], keeper: Keeper, seen: Seen) -> None:
         self._modules, self._keeper, self._seen = modules, keeper, seen
         self.kept: list[Kept] = []
+        self.modes: list[tuple[nn.Module, bool]] = []
+        "Modules of the segment, and whether each was in training mode."
+        self.drawn: random_states.OfPython | None = None
+        "Random states of Python and numpy before a forward that drew from them."
         self.results: Results | None = None if seen.is_empty else Results(seen)
         self._mode: Any = None if self.results is None else Keeping(self.results)
 
     def __enter__(self) -> None:
-        self.kept = self._keeper.take(inner for module in self._modules for inner in module.modules())
+        inner = [inner for module in self._modules for inner in module.modules()]
+        self.kept = self._keeper.take(inner)
+        self.modes = [(module, module.training) for module in inner]
+        self.drawn = random_states.of_python()
         if self._mode is not None:
             self._mode.__enter__()
 
@@ -61,6 +69,8 @@ class FirstForward:
             if self.results.is_empty and kind is None:
                 self._seen.is_empty, self.results = True, None
         self._mode = None
+        if random_states.of_python() == self.drawn:
+            self.drawn = None  # the forward drew nothing, so neither does its repetition
         self.kept = [kept for kept in self.kept if not kept.has_stayed]
 
 
@@ -77,8 +87,16 @@ class Recomputation:
     def __init__(self, forward: FirstForward, names: tuple[str, ...]) -> None:
         self._forward, self._names = forward, names
         self._entered: list[tuple[Token[bool], list[Tensor | None], Any]] = []
+        self._outside: list[tuple[list[tuple[nn.Module, bool]], random_states.OfPython | None]] = []
 
     def __enter__(self) -> None:
+        drawn = self._forward.drawn
+        present_modes = [(module, module.training) for module, _ in self._forward.modes]
+        self._outside.append((present_modes, None if drawn is None else random_states.of_python()))
+        for module, training in self._forward.modes:
+            module.training = training
+        if drawn is not None:
+            random_states.set_python(drawn)
         present = [kept.module._buffers[kept.name] for kept in self._forward.kept]
         results = self._forward.results
         mode = None if results is None else HandingOut(results)
@@ -98,4 +116,9 @@ class Recomputation:
             self._forward.results.end()
         for kept, buffer in zip(self._forward.kept, present, strict=True):
             kept.module._buffers[kept.name] = buffer
+        modes, drawn = self._outside.pop()
+        for module, training in modes:
+            module.training = training
+        if drawn is not None:
+            random_states.set_python(drawn)
         _recomputing.reset(token)

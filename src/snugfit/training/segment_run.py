@@ -9,7 +9,6 @@ chain calls the inner one. Inner segments are therefore installed first and remo
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from snugfit.errors import UnsupportedError
 from snugfit.plans import Segment
-from snugfit.training import offloading
+from snugfit.training import containing, offloading
 from snugfit.training.buffers import Keeper
 from snugfit.training.holders import Holders
 from snugfit.training.keeping import Seen, operations
@@ -34,9 +33,11 @@ class Run:
         self._keeper = Keeper()
         self._seen = Seen(() if segment.policy == "offload" else operations(segment.policy))
         self._pending: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+        self._version = 0
 
     def begin(self, *args: Any, **kwargs: Any) -> Any:
         """Run all modules; the later ones then only hand the result through."""
+        self._pending = None
         if not self._needs_gradient(args, kwargs):
             result = self._chain(*args, **kwargs)  # frozen: nothing is saved, so nothing need be repeated
         elif self.segment.policy == "offload":
@@ -46,6 +47,7 @@ class Run:
             result = self._recomputed(args, kwargs)
         if len(self.modules) > 1:
             self._pending = (result, args[1:], kwargs)
+            self._version = result._version if isinstance(result, Tensor) else 0
         return result
 
     def hand_through(self, position: int, *args: Any, **kwargs: Any) -> Any:
@@ -57,17 +59,15 @@ class Run:
             pending is not None
             and len(args) == 1 + len(pending[1])
             and all(a is b for a, b in zip(args, (pending[0], *pending[1]), strict=True))
+            and (not isinstance(args[0], Tensor) or args[0]._version == self._version)
             and kwargs.keys() == pending[2].keys()
             and all(kwargs[key] is pending[2][key] for key in kwargs)
         )
         if not fits:
-            raise UnsupportedError(
-                f"the modules of a segment are not a chain: {self.segment.modules[position]}",
-                got="a call with other arguments than the first module's, or with another input than the result "
-                "of the module before",
-                expected="output of one module handed to the next, other arguments the same objects",
-                hint="make one segment of each module",
-                module=self.segment.modules[position],
+            raise self._not_a_chain(
+                position,
+                "a call with other arguments than the first module's, or with another input than the result of the "
+                "module before, or one that was written into",
             )
         return args[0]
 
@@ -76,7 +76,8 @@ class Run:
         number, names = len(args), tuple(kwargs)
         values = (*args, *kwargs.values())
         # A forward may add to a list that it is given; its repetition starts from what the list held before.
-        containers = [_contents(value) for value in values]
+        containers = [None if isinstance(value, Tensor) else containing.copied(value) for value in values]
+        guard = containing.Guard(self.segment.modules, self.modules, containers)
         if not any(isinstance(value, Tensor) for value in values):
             values += tuple(parameter.detach() for parameter in list(self.modules[0].parameters())[:1])
         is_first = True
@@ -84,7 +85,12 @@ class Run:
         def run(*values: Any) -> Any:
             nonlocal is_first
             if not is_first:
-                values = tuple(a if b is None else _rebuilt(b) for a, b in zip(values, containers, strict=False))
+                self._refuse_unfinished()
+                guard.check()
+                values = tuple(
+                    a if isinstance(a, Tensor) else containing.copied(b)
+                    for a, b in zip(values, containers, strict=False)
+                )
             is_first = False
             return self._chain(*values[:number], **dict(zip(names, values[number:], strict=False)))
 
@@ -98,14 +104,32 @@ class Run:
 
     def _chain(self, *args: Any, **kwargs: Any) -> Any:
         value = self.forwards[0](*args, **kwargs)
-        for forward in self.forwards[1:]:
-            value = forward(value, *args[1:], **kwargs)
+        for position, forward in enumerate(self.forwards[1:], start=1):
+            try:
+                value = forward(value, *args[1:], **kwargs)
+            except (AttributeError, TypeError) as error:
+                if isinstance(value, Tensor):
+                    raise
+                raise self._not_a_chain(position, f"a module before it returns a {type(value).__name__}") from error
         return value
+
+    def _refuse_unfinished(self) -> None:
+        if self._pending is not None:
+            raise self._not_a_chain(len(self.modules) - 1, "a forward that ended without calling it")
+
+    def _not_a_chain(self, position: int, got: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"the modules of a segment are not a chain: {self.segment.modules[position]}",
+            got=got,
+            expected="output of one module handed to the next as it is, other arguments the same objects",
+            hint="make one segment of each module",
+            module=self.segment.modules[position],
+        )
 
     def _needs_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if any(parameter.requires_grad for module in self.modules for parameter in module.parameters()):
             return True
-        return any(tensor.requires_grad for tensor in _tensors((*args, *kwargs.values())))
+        return any(tensor.requires_grad for tensor in containing.tensors((*args, *kwargs.values())))
 
 
 class Forward:
@@ -156,34 +180,3 @@ def present(module: nn.Module) -> Iterator[Forward]:
     while isinstance(forward, Forward):
         yield forward
         forward = forward.own
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors of arguments, as far as built-in containers and data classes hold them."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple, set)):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from _tensors([getattr(value, one.name) for one in fields(value)])
-
-
-def _contents(value: Any) -> Any:
-    """What a list, mapping or set of a call holds now, containers in it included; None for anything else."""
-    if type(value) in (list, set):
-        return type(value), [(_contents(item), item) for item in value]
-    if type(value) is dict:
-        return dict, [((None, key), (_contents(item), item)) for key, item in value.items()]
-    return None
-
-
-def _rebuilt(contents: Any) -> Any:
-    """A new container from ``_contents``."""
-    kind, items = contents
-    if kind is dict:
-        return {key: item if inner is None else _rebuilt(inner) for (_, key), (inner, item) in items}
-    return kind(item if inner is None else _rebuilt(inner) for inner, item in items)

@@ -4,9 +4,10 @@ Entry points: ``blocks``, ``every``, ``segments`` and ``match``, all reached as 
 changed here; ``checkpointing`` applies them.
 """
 
+import difflib
 import fnmatch
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import pairwise
 from typing import Any
 
@@ -70,7 +71,7 @@ def segments(model: nn.Module, n: int | None = None, policy: str = "full") -> tu
 def match(
     model: nn.Module, what: str | type | Callable[[str, nn.Module], bool], policy: str = "full"
 ) -> tuple[Segment, ...]:
-    """One segment per module that matches.
+    """One segment per module that matches and lies in no other one that does: the outermost wins.
 
     Args:
         model: What is looked through.
@@ -103,13 +104,33 @@ def match(
     modules = {name: module for name, module in unwrapped(model).named_modules() if name}
     found = [name for name, module in modules.items() if wanted(name, module)]
     if not found:
+        leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in modules if not name[-1].isdecimal()))
+        near = similar(what, modules) if isinstance(what, str) else ()
         raise PlanError(
             "nothing matches" if not isinstance(what, str) else "a pattern matches no module",
             got=repr(what),
-            expected=f"one of {len(modules)} names such as {next(iter(modules), 'none at all')}",
-            hint="print([name for name, _ in model.named_modules()])",
+            expected=f"one of {len(modules)} names such as {list(modules)[-1] if modules else 'none at all'}"
+            + (f"; they end with {', '.join(leaves[:8])}" if leaves else ""),
+            hint=f"did you mean {' or '.join(near)}?" if near else 'a pattern is of the whole name, such as "*.attn"',
         )
-    return tuple(Segment((name,), policy) for name in found)
+    chosen = set(found)
+    return tuple(Segment((name,), policy) for name in found if not any(outer in chosen for outer in _around(name)))
+
+
+def similar(wanted: str, names: Collection[str]) -> tuple[str, ...]:
+    """What may have been meant by a name or a pattern that no module has, the likeliest first."""
+    end = wanted.rpartition(".")[2].strip("*?")
+    if "*" not in wanted and "?" not in wanted:
+        inside = [name for name in names if end and name.endswith(f".{wanted}")]
+        return tuple(inside[:3] or difflib.get_close_matches(wanted, names, n=3, cutoff=0.7))
+    ends = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    return tuple(f'"*{leaf}"' for leaf in difflib.get_close_matches(end, ends, n=2))
+
+
+def _around(name: str) -> list[str]:
+    """The names of the modules that a module lies in: ``a`` and ``a.b`` for ``a.b.c``."""
+    parts = name.split(".")
+    return [".".join(parts[:number]) for number in range(1, len(parts))]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -263,3 +263,14 @@ def operator_names() -> frozenset[str]:
     """The names of all operators of torch, without namespace and overload."""
     names = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
     return frozenset(rest.partition(".")[0] for namespace, _, rest in names if namespace == "aten")
+
+
+def is_new(op: Any) -> bool:
+    """Whether an operator returns new tensors: neither its arguments, written over, nor views of them."""
+    return not op._schema.is_mutable and all(one.alias_info is None for one in op._schema.returns)
+
+
+def makes_new_tensors(name: str) -> bool:
+    """Whether any overload of an operator of torch returns new tensors."""
+    packet = getattr(torch.ops.aten, name, None)
+    return packet is not None and any(is_new(getattr(packet, overload)) for overload in packet.overloads())

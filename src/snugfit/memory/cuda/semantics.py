@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.library import fallthrough_kernel
 
 from snugfit.memory import torch_private
 from snugfit.memory.cuda import autocast, autocast_state, kernels, normalisation, recurrent
@@ -44,7 +45,8 @@ def cuda_semantics(
         warnings.filterwarnings("ignore", message=".*[Oo]verrid.*")
         stack.callback(library._destroy)
         for name in torch_private.autocast_registrations("AutocastCPU"):
-            _impose(library, name.removeprefix("aten::"), None, "AutocastCPU")
+            # CUDA lets these pass, so that the operators that they are made of see autocast.
+            library.impl(name.removeprefix("aten::"), fallthrough_kernel, "AutocastCPU", allow_override=True)
         for name in torch_private.autocast_registrations("AutocastCUDA"):
             short = name.removeprefix("aten::")
             if short not in autocast.NOT_IMPOSED:
@@ -67,16 +69,5 @@ def cuda_semantics(
         yield
 
 
-def _impose(library: Any, name: str, kernel: Callable[..., Any] | None, key: str) -> None:
-    operator = torch_private.operator(name)
-    if kernel is None:
-        kernel = _passed_by(operator)
+def _impose(library: Any, name: str, kernel: Callable[..., Any], key: str) -> None:
     library.impl(name, kernel, key, allow_override=True)
-
-
-def _passed_by(operator: Any) -> Callable[..., Any]:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch_private.without_autocast():
-            return operator(*args, **kwargs)
-
-    return kernel

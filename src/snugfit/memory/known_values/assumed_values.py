@@ -14,7 +14,14 @@ from torch import Tensor
 FINITE = "numbers that the step tests for being finite are finite: no update is skipped"
 BALANCED = "routing is balanced: topk, argmax and sort over computed numbers pick every candidate equally often"
 
-COMPARED = "numbers that an optimizer compares are far from its tolerances: it ends no iteration early"
+COMPARED = (
+    "numbers that an optimizer or its closure compares are above its tolerances, and fall by 1 from each that is read "
+    "to the next: a line search takes its first step, and no test for convergence ends the iterations early"
+)
+
+HIGH = 1 << 20
+"""The first number that an optimizer reads, far above any tolerance. Those that follow differ by much more than LBFGS's
+``tolerance_change``, by which it would end its iterations (torch/optim/lbfgs.py)."""
 
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_.default"
 
@@ -41,7 +48,9 @@ def of(
         yield result, _filled(result, answer), FINITE
     elif in_update and name.partition(".")[0] in _COMPARISONS and result.numel() == 1:
         other = args[1] if isinstance(args[1], (int, float)) else None
-        yield result, _filled(result, compared(name.partition(".")[0], other)), COMPARED
+        # Of two unknown numbers: the slope after a step and before it (_strong_wolfe in torch/optim/lbfgs.py).
+        is_accepted = name == "le.Tensor"
+        yield result, _filled(result, is_accepted or compared(name.partition(".")[0], other)), COMPARED
 
 
 def compared(comparison: str, other: object) -> bool:

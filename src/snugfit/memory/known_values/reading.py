@@ -18,7 +18,11 @@ from snugfit.memory.known_values import assumed_values, stand_ins
 from snugfit.memory.recording import Recorder
 from snugfit.memory.steps import packed_sequences, refusals
 
-UNKNOWN = "numbers that the step reads and nobody knows (printed as nan) decide nothing: read at "
+UNKNOWN = (
+    "numbers that the step reads and nobody knows are printed as nan and taken as 1.0 by float(), math and numpy; if "
+    "the step branches on one of them, the branch for that value is what was traced: read at {}"
+)
+TAKEN = "float(...) at {} is taken as 1.0; if the step branches on it, that is the branch that was traced"
 UNSAVED = "files that the step saves with torch.save are not written"
 
 
@@ -40,15 +44,18 @@ def files_not_written(assume: Callable[[str], None]) -> Iterator[None]:
 def answers(recorder: Recorder) -> dict[Any, Callable[..., Any]]:
     """Functions of torch's by which a step reads values, with what to do instead; NotImplemented means as always."""
 
-    def unknown() -> str:
+    def unknown(sentence: str = UNKNOWN) -> stand_ins.Unknown:
         line = refusals.users_line()
-        recorder.assume(assumed_values.COMPARED if recorder.values.in_update else UNKNOWN + line)
-        return line
+        if recorder.values.in_update:
+            recorder.assume(assumed_values.COMPARED)
+            return stand_ins.number(line, assumed_values.compared, recorder.values.falling())
+        recorder.assume(sentence.format(line))
+        return stand_ins.number(line)
 
     def is_fake(tensor: Tensor) -> bool:
         return type(tensor) is torch_private.Fake
 
-    def item(tensor: Tensor) -> Any:
+    def item(tensor: Tensor, sentence: str = UNKNOWN) -> Any:
         if not is_fake(tensor) or tensor.numel() != 1:
             return NotImplemented
         real = recorder.values.read(tensor)
@@ -58,7 +65,7 @@ def answers(recorder: Recorder) -> dict[Any, Callable[..., Any]]:
         try:
             return tensor.item()  # a constant of torch's own
         except UnsupportedError:
-            return stand_ins.number(unknown(), assumed_values.compared if recorder.values.in_update else None)
+            return unknown(sentence)
 
     def array(tensor: Tensor, *_: Any, **__: Any) -> Any:
         if not is_fake(tensor):
@@ -67,7 +74,7 @@ def answers(recorder: Recorder) -> dict[Any, Callable[..., Any]]:
         if real is not None:
             with torch_private.without_modes():
                 return real.clone().numpy()
-        found = stand_ins.array(tensor, unknown())
+        found = stand_ins.array(tensor, unknown().origin)
         return NotImplemented if found is None else found
 
     def tolist(tensor: Tensor) -> Any:
@@ -77,7 +84,7 @@ def answers(recorder: Recorder) -> dict[Any, Callable[..., Any]]:
         return item(tensor) if not tensor.dim() else found.tolist()
 
     def to_float(tensor: Tensor) -> Any:
-        value = item(tensor)
+        value = item(tensor, TAKEN)
         return value if value is NotImplemented else float(value)
 
     def text(tensor: Tensor, spec: str = "") -> Any:

@@ -1,7 +1,8 @@
 """Python numbers that stand for values which a trace does not have, such as that of ``loss.item()``.
 
 Entry points: ``number`` and ``array``. One can be printed, summed and logged; deciding by it is refused, with the line
-at which it was read. Left out: what C code makes of it (``float(x)``, ``math.log``), which sees the number 1.
+at which it was read. Left out: what C code makes of it (``float(x)``, ``math.log``), which sees the number 1;
+the report says so.
 """
 
 from collections.abc import Callable
@@ -53,14 +54,15 @@ class Unknown(float):
         return number, (self.origin,)
 
 
-def number(origin: str, compare: Callable[[str, object], bool] | None = None) -> Unknown:
+def number(origin: str, compare: Callable[[str, object], bool] | None = None, value: float = 1.0) -> Unknown:
     """A number that stands for one that was read at a place in the user's code.
 
     Args:
         origin: The place, ``file:line``.
         compare: Answers comparisons; without it they are refused.
+        value: What C code sees.
     """
-    unknown = Unknown(1.0)
+    unknown = Unknown(value)
     unknown.origin, unknown.compare = origin, compare
     return unknown
 
@@ -69,7 +71,9 @@ def array(tensor: Tensor, origin: str) -> Any:
     """An array of such numbers, for ``tensor.numpy()`` and ``tensor.tolist()``; None if it would be too large."""
     if tensor.numel() > _MAX_ELEMENTS:
         return None
-    return numpy.full(tuple(tensor.shape), number(origin), dtype=object)
+    made = numpy.empty(tuple(tensor.shape), dtype=object)
+    made.fill(number(origin))  # numpy.full would make plain numbers of them
+    return made
 
 
 def _computed(name: str) -> Callable[..., Any]:

@@ -114,11 +114,11 @@ def _pack_backward(_: Any, __: Any, grad: Tensor, size: Sequence[int], sizes: Te
 
 
 def _number(values: Values, _: Any, tensor: Tensor) -> Any:
-    """A factor that an optimizer reads in the middle of its arithmetic; any will do."""
+    """A loss or a factor that an optimizer reads, also in the middle of torch's own code."""
     if not values.in_update or not tensor.is_floating_point():
         return None
     values.assumptions[assumed_values.COMPARED] = None
-    return 1.0
+    return values.falling()
 
 
 def _ctc_loss(

@@ -11,6 +11,7 @@ NOTE [How values are known]
 4. Notes of a node say what was assumed on the way; they come out only if it is read.
 """
 
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -60,10 +61,15 @@ class Values:
         self._watches: dict[int, weakref.ref[Any]] = {}
         self._kinds: dict[Any, str] = {}
         self._written: dict[Any, tuple[int, ...]] = {}
+        self._reads = itertools.count(assumed_values.HIGH, -1)
         self.in_update = False
         "Whether an optimizer is making an update: what it compares is assumed."
         self.assumptions: dict[str, None] = {}
         "Sentences, in the order in which values that rest on them were read."
+
+    def falling(self) -> float:
+        """An unknown number that an optimizer reads: lower than the one before."""
+        return float(next(self._reads))
 
     def forget(self, key: int) -> None:
         """A storage has died."""

@@ -10,6 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,13 @@ _STATES = {"active_allocated": True, "active_pending_free": True, "active_awaiti
 JSON_FORMAT = "cuda-allocator-trace v1"
 MAX_FILE_BYTES = 512 * sizes.MIB
 "Of a file, and of what a compressed one holds."
+MAX_GROWTH = 200
+LEAST_LIMIT_BYTES = 16 * sizes.MIB
+"A compressed file may hold this many times its size, or 16 MiB; the recordings that we have, 3 to 21 times."
+MAX_JSON_VALUES = 20_000_000
+"Commas, colons and brackets of a JSON document; an event has about 6 in an event list."
+_LONGEST_SHOWN = 200
+"Characters of the file's own text in a message."
 
 _RECORD = (
     "record with torch.cuda.memory._record_memory_history(), run the step, then torch.cuda.memory._dump_snapshot(path)"
@@ -93,7 +101,7 @@ def read(path: str | Path, device_index: int | None = None) -> AllocatorRecordin
     Raises:
         PlanError: Not a recording, a damaged one, one without a history, or several devices and none chosen.
         UnsupportedError: Recorded under settings that cannot be simulated; names them.
-        OSError: The file cannot be read.
+        OSError: The file cannot be read for another reason than that it is none.
     """
     name = Path(path).name
     data = _content(Path(path), name)
@@ -102,9 +110,11 @@ def read(path: str | Path, device_index: int | None = None) -> AllocatorRecordin
     if data.lstrip()[:1] not in (b"{", b"["):
         looks = "a zip archive, as torch.save writes" if data[:2] == b"PK" else repr(data[:12])
         raise _unreadable(f"{name} is no recording of the allocator", f"{len(data)} bytes that begin with {looks}")
+    if sum(map(data.count, (b",", b":", b"[", b"{"))) > MAX_JSON_VALUES:
+        raise _too_large(f"{name} holds too much to be read", f"{MAX_JSON_VALUES} commas, colons and brackets")
     try:
         document = json.loads(data)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, MemoryError) as error:
         raise _unreadable(f"{name} is no whole JSON document", f"{type(error).__name__}: {error}"[:300]) from error
     if isinstance(document, dict) and "device_traces" in document:
         return _of_snapshot(document, name, device_index)
@@ -112,24 +122,30 @@ def read(path: str | Path, device_index: int | None = None) -> AllocatorRecordin
 
 
 def _content(path: Path, name: str) -> bytes:
+    if path.is_dir():
+        raise _unreadable(f"{path} is a folder", "a folder", "the file of a recording")
+    if not path.exists():
+        raise _unreadable(f"there is no file {path}", f"path {str(path)!r}", "the file of a recording")
     with path.open("rb") as file:
         data = file.read(MAX_FILE_BYTES + 1)
+    limit = MAX_FILE_BYTES
     if data[:2] == b"\x1f\x8b":
+        limit = min(limit, max(LEAST_LIMIT_BYTES, MAX_GROWTH * len(data)))
         try:
             with gzip.open(path, "rb") as file:
-                data = file.read(MAX_FILE_BYTES + 1)
-        except (OSError, EOFError, zlib.error) as error:
+                data = file.read(limit + 1)
+        except (OSError, EOFError, zlib.error, MemoryError) as error:
             raise _unreadable(f"{name} is no whole gzip file", f"{type(error).__name__}: {error}") from error
-    if len(data) > MAX_FILE_BYTES:
-        raise PlanError(
-            f"{name} is too large to be read",
-            got=f"more than {sizes.text(MAX_FILE_BYTES)}",
-            expected=f"at most {sizes.text(MAX_FILE_BYTES)}",
-            hint="record fewer steps, or without stacks: _record_memory_history(context=None)",
-        )
+    if len(data) > limit:
+        raise _too_large(f"{name} is too large to be read", sizes.text(limit))
     if not data:
         raise _unreadable(f"{name} is empty", "0 bytes")
     return data
+
+
+def _too_large(what: str, limit: str) -> PlanError:
+    hint = "record fewer steps, or without stacks: _record_memory_history(context=None)"
+    return PlanError(what, got=f"more than {limit}", expected=f"at most {limit}", hint=hint)
 
 
 def _of_snapshot(document: Any, name: str, device_index: int | None) -> AllocatorRecording:
@@ -139,7 +155,8 @@ def _of_snapshot(document: Any, name: str, device_index: int | None) -> Allocato
     reader = _Reader(name)
     top = reader.mapping(document, "the snapshot")
     if "segments" not in top or "device_traces" not in top:
-        raise _unreadable(f"{name} is no snapshot of the allocator", f"keys {sorted(map(str, top))[:8]}")
+        keys = sorted(key for key in top if isinstance(key, str))
+        raise _unreadable(f"{name} is no snapshot of the allocator", _cut(f"keys {keys[:8]}"))
     traces = reader.sequence(top["device_traces"], "device_traces")
     listed = [reader.mapping(item, "a segment") for item in reader.sequence(top["segments"], "segments")]
     owners = [reader.integer(item, "device", "a segment", default=0) for item in listed]
@@ -241,7 +258,7 @@ class _Reader:
         for item in self.sequence(entry.get("blocks"), "blocks"):
             block = self.mapping(item, "a block")
             size, state = self.integer(block, "size", "a block"), block.get("state")
-            if state not in _STATES:
+            if not isinstance(state, str) or state not in _STATES:
                 raise self.wrong("the state of a block", state, " | ".join(_STATES))
             if "requested_size" not in block:
                 raise _unreadable(
@@ -260,7 +277,7 @@ def _device(name: str, present: set[int], asked: int | None) -> int:
         return asked
     if asked is None and len(present) <= 1:
         return next(iter(present), 0)
-    listed = " ".join(map(str, sorted(present))) or "none"
+    listed = _cut(" ".join(map(str, sorted(present)))) or "none"
     raise PlanError(
         f"{name} holds several devices" if asked is None else f"{name} holds nothing of device {asked}",
         got=f"devices {listed}",
@@ -278,7 +295,7 @@ def _settings(reader: _Reader, value: Any) -> tuple[AllocatorSettings, tuple[str
     text = given.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if not isinstance(text, str):
         raise reader.wrong("PYTORCH_CUDA_ALLOC_CONF", text, "text")
-    settings = allocator_settings.parse(text, source="the recording")
+    settings = _parsed(text)
     if given.get("max_split_size", -1) not in (-1, (1 << 64) - 1):
         allocator_settings.parse("max_split_size_mb:20", source="the recording")
     if given.get("garbage_collection_threshold", 0):
@@ -293,6 +310,20 @@ def _settings(reader: _Reader, value: Any) -> tuple[AllocatorSettings, tuple[str
     return replace(settings, expandable_segments=bool(given.get("expandable_segments"))), ()
 
 
+def _parsed(text: str) -> AllocatorSettings:
+    """The settings of a text; what an error shows of it is cut, since a file may hold any."""
+    try:
+        return allocator_settings.parse(text, source="the recording")
+    except (PlanError, UnsupportedError) as error:
+        facts = {"op": _cut(error.op)} if isinstance(error, UnsupportedError) else {}  # type: ignore[attr-defined]
+        what, got = _cut(error.what), _cut(error.got or "")
+        raise type(error)(what, got=got, expected=error.expected, hint=_cut(error.hint or ""), **facts) from None
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
+
+
 def _checked(recording: AllocatorRecording, name: str) -> AllocatorRecording:
     """The recording, once addresses and sizes make sense and one kind of segments explains it."""
     for address, size in _extents(recording):
@@ -303,11 +334,20 @@ def _checked(recording: AllocatorRecording, name: str) -> AllocatorRecording:
                 f"addresses below 2^{ADDRESS_BITS - 1} and sizes above 0",
             )
     for segment in recording.segments:
-        if sum(block.num_bytes for block in segment.blocks) != segment.num_bytes:
+        places = sorted((block.address, block.num_bytes) for block in segment.blocks)
+        stops = [segment.address, *(address + size for address, size in places)]
+        if [address for address, _ in places] != stops[:-1] or stops[-1] != segment.address + segment.num_bytes:
             raise _unreadable(
                 f"{name} contradicts itself: the blocks of a segment do not fill it",
                 f"segment of {segment.num_bytes} bytes at {segment.address}",
                 "blocks one behind the other, as large as the segment together",
+            )
+    for first, second in pairwise(sorted((segment.address, segment.num_bytes) for segment in recording.segments)):
+        if sum(first) > second[0]:
+            raise _unreadable(
+                f"{name} contradicts itself: two segments overlap",
+                f"segments of {first[1]} bytes at {first[0]} and of {second[1]} at {second[0]}",
+                "every segment once, apart from the others",
             )
     counted = Counter(event.kind for event in recording.events if event.pool in (None, DEFAULT_POOL))
     held = Counter(segment.is_expandable for segment in recording.segments if segment.pool == DEFAULT_POOL)

@@ -50,6 +50,7 @@ def sentences(
         reading.held_after_backward(replay),
         reading.old_gradients(),
         reading.class_scores(),
+        reading.in_the_optimizer(),
     )
     return tuple(sentence for sentence in found if sentence)
 
@@ -158,7 +159,17 @@ class _Reading:
             return ""
         return (
             f"{sizes.text(num_bytes)} of the peak are class scores within the loss "
-            f"({self._largest(held)}): snugfit.chunked_cross_entropy holds those of one chunk at a time"
+            f"({self._largest(held)}): snugfit.chunked_cross_entropy holds those of one chunk at a time; the loss "
+            "must be handed hidden states for it, not logits (docs/checkpointing.md, The loss in chunks)"
+        )
+
+    def in_the_optimizer(self) -> str:
+        """What does not lower a peak that lies in the optimizer's step."""
+        if self._peak.phase != "optimizer":
+            return ""
+        return (
+            "the peak lies in the optimizer's step, after backward: recomputing more and smaller micro-batches do not "
+            "lower it; smaller parameters, gradients, optimizer states and temporaries (on a card: foreach=False) do"
         )
 
     def _is_free_to_go(self, index: int) -> bool:

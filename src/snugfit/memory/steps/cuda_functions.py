@@ -96,6 +96,11 @@ def _answers(device: hardware.Device, recorder: Recorder, assume: Callable[[str]
         def __init__(self, *_: Any, **__: Any) -> None:
             assume(STREAMS)
 
+    class Device(_Context):
+        def __init__(self, device: Any = None) -> None:
+            super().__init__()
+            recorder.places.choose(device)
+
     current = object.__new__(Stream)
     return {
         "is_available": lambda: True,
@@ -116,7 +121,7 @@ def _answers(device: hardware.Device, recorder: Recorder, assume: Callable[[str]
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()],
         "initial_seed": lambda: 0,
-        "device": _Context,
+        "device": Device,
         "device_of": _Context,
         "stream": _Context,
         "StreamContext": _Context,
@@ -155,7 +160,7 @@ def _of_accelerator(answers: dict[str, Any]) -> dict[str, Any]:
         "current_device_idx": answers["current_device"],
         "set_device_index": answers["set_device"],
         "set_device_idx": answers["set_device"],
-        "device_index": _Context,
+        "device_index": answers["device"],
         "get_memory_info": answers["mem_get_info"],
     }
 

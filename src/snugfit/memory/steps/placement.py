@@ -15,14 +15,19 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from snugfit.memory import torch_private
+from snugfit.memory.cpu import packed_recurrent
 from snugfit.memory.known_values import reading
 from snugfit.memory.recording import Recorder
 from snugfit.memory.steps import refusals
 from snugfit.memory.steps.places import DEVICE, HOST
 
 _CPU = torch.device("cpu")
+_MOVES_ELSEWHERE = {getattr(Tensor, name) for name in ("hpu", "ipu", "mtia", "xpu") if hasattr(Tensor, name)}
 _TO: Any = Tensor.to
 _CUDA: Any = Tensor.cuda
+
+_NAMED = ("cuda", "hpu", "mps", "mtia", "xla", "xpu")
+"Types of devices by which an argument that is a string is taken for a device."
 
 _FACTORIES = frozenset(
     """arange as_tensor asarray empty empty_strided eye from_numpy frombuffer full linspace logspace ones rand randint
@@ -43,7 +48,9 @@ class Placement(TorchFunctionMode):
         self._originals: dict[Any, Any] = {}
         self._factories = {getattr(torch, name) for name in _FACTORIES if hasattr(torch, name)}
         self._answers: dict[Any, Callable[..., Any]] = {**reading.answers(recorder), F.one_hot: _one_hot}
-        if is_card:
+        if not is_card:
+            self._answers |= packed_recurrent.answers(recorder.values)
+        else:
             self._answers |= {
                 Tensor.is_cuda.__get__: self._is_cuda,  # type: ignore[attr-defined]
                 Tensor.get_device: self._get_device,
@@ -98,6 +105,8 @@ class Placement(TorchFunctionMode):
         is_move = func is _TO
         named = func is _CUDA or any(map(self._names, args)) or any(map(self._names, kwargs.values()))
         named = named or _is_index(kwargs.get("device")) or (is_move and len(args) > 1 and _is_index(args[1]))
+        if func in _MOVES_ELSEWHERE:
+            raise refusals.other_device(func.__name__)
         if named:
             return self._on_card(func, args, kwargs)
         if is_move and self._is_card:
@@ -109,10 +118,17 @@ class Placement(TorchFunctionMode):
     def _on_card(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not self._is_card:
             raise refusals.card_on_cpu()
+        is_move = func is _TO
         with self._recorder.on_device():
+            indices = [
+                value
+                for value in (*(args[1:2] if func is _CUDA or is_move else ()), kwargs.get("device"))
+                if _is_index(value)
+            ]
+            for index in indices:
+                self._recorder.places.choose(index)
             if func is _CUDA:
                 return self._recorder.placed(args[0])
-            is_move = func is _TO
             values = [_CPU if self._names(value) or (is_move and _is_index(value)) else value for value in args]
             named = {
                 key: _CPU if self._names(value) or (key == "device" and _is_index(value)) else value
@@ -149,14 +165,14 @@ class Placement(TorchFunctionMode):
             return func(*args, **kwargs)
 
     def _names(self, value: object) -> bool:
-        """Whether an argument names a card; a second card is refused."""
+        """Whether an argument names the card; another one, or a device of another kind, is refused."""
         if isinstance(value, str):
-            if value.partition(":")[0] != "cuda":
+            if value.partition(":")[0] not in _NAMED:
                 return False
             value = torch.device(value)
-        if not isinstance(value, torch.device) or value.type != "cuda":
+        if not isinstance(value, torch.device) or value.type in ("cpu", "meta"):
             return False
-        if value.index != 0 or self._recorder.places.index is not None:  # 0 may be our own answer for no index
+        if self._is_card or value.type != "cuda":
             self._recorder.places.choose(value)
         return True
 

@@ -15,6 +15,8 @@ from snugfit.memory.events import Recording, tensors_of
 from snugfit.memory.steps import refusals
 
 DEVICE, HOST, OPEN = "device", "host", ""
+KINDS = ("cpu", "cuda", "meta")
+"Types of devices that a step may name."
 
 _HOST_RESULTS = {"_pack_padded_sequence.default": 1}
 "Position of the result that CUDA's operator puts on the host."
@@ -33,6 +35,8 @@ class Places:
     def __init__(self) -> None:
         self.named = OPEN
         "Where the running code says that tensors are to be made."
+        self.own = 0
+        "Index of the target."
         self.index: int | None = None
         "Of the card, where the step says one; a process uses one card."
         self.names_device = False
@@ -44,16 +48,22 @@ class Places:
         return torch.device("cuda", self.index or 0)
 
     def choose(self, device: Any) -> None:
-        """Remember which card the step names.
+        """Remember that the step names a card by its index, which is the target: one card.
 
         Raises:
-            UnsupportedError: It has named another one before.
+            UnsupportedError: It names another one, or a device of another kind.
         """
-        index = device if isinstance(device, int) else torch.device(device).index
-        if index is not None:
-            if self.index not in (None, index):
-                raise refusals.two_cards(self.index or 0, index)
-            self.index = index
+        if device is None or (isinstance(device, int) and device < 0):  # torch takes both for "no choice"
+            return
+        if not isinstance(device, int):
+            device = torch.device(device)
+            if device.type not in KINDS:
+                raise refusals.other_device(device.type)
+            device = device.index if device.type == "cuda" else None
+        if device is not None:
+            if device != self.own:
+                raise refusals.other_card(device, self.own)
+            self.index = device
 
     @staticmethod
     def redirected(kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
@@ -61,6 +71,8 @@ class Places:
         device = kwargs.get("device")
         if device is not None and device.type == "cuda":
             return DEVICE, {**kwargs, "device": torch.device("cpu")}
+        if device is not None and device.type not in KINDS:
+            raise refusals.other_device(device.type)
         return (HOST, {**kwargs, "pin_memory": False}) if kwargs.get("pin_memory") else None
 
     @contextmanager
@@ -100,8 +112,11 @@ def host_result(op: str, result: Any) -> Any:
     return None if position is None else result[position]
 
 
-def on_device_only(recording: Recording) -> Recording:
-    """A recording without the storages that stayed on the host."""
+def on_device_only(recorder: Any) -> Recording:
+    """What a recorder has written down, without what stayed on the host, where the step tells the two apart."""
+    recording: Recording = recorder.recording
+    if not recorder.places.names_device:
+        return recording
     hosted = {i + 1 for i, birth in enumerate(recording.births) if birth.place == HOST}
     if not hosted:
         return recording

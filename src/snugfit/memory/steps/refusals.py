@@ -70,13 +70,27 @@ def layout(name: str) -> UnsupportedError:
     )
 
 
-def two_cards(first: int, second: int) -> UnsupportedError:
-    """The refusal of a step that names more than one card."""
+def other_device(kind: str) -> UnsupportedError:
+    """The refusal of a step that names a device which is neither a CUDA card nor the host."""
     line = users_line()
     return UnsupportedError(
-        "a trace is for one card, and the step names two",
-        got=f"cuda:{first} and cuda:{second}, at {line}",
-        expected="one device index",
+        f"the step names a device of type {kind}, which cannot be traced",
+        got=f'"{kind}" at {line}',
+        expected='"cuda" or "cpu" ("meta" takes no memory)',
+        hint='trace the branch that runs on a CUDA card or on the CPU; a device such as "mps" has no rules here',
+        op="",
+        module="",
+        line=line,
+    )
+
+
+def other_card(index: int, own: int) -> UnsupportedError:
+    """The refusal of a step that names a card which the target, one card, does not have."""
+    line = users_line()
+    return UnsupportedError(
+        "a trace is for one card, and the step names another one",
+        got=f"cuda:{index}, at {line}",
+        expected=f'"cuda" or "cuda:{own}", the only card of the target',
         hint='write "cuda" for the device of this process; snugfit traces what one rank runs',
         op="",
         module="",

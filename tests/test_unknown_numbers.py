@@ -1,0 +1,127 @@
+"""Numbers that a step reads and a trace does not have: what they are taken as, and that the report says it."""
+
+import math
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import snugfit
+from snugfit.memory.known_values import assumed_values
+
+CARD = "rtx-3090"
+
+
+def job(max_iter, rows):
+    class Counted(torch.optim.LBFGS):
+        def step(self, closure):
+            loss = super().step(closure)
+            state = self.state[self._params[0]]
+            rows.append((len(state.get("old_dirs") or ()), state["func_evals"]))
+            return loss
+
+    return snugfit.Job(
+        lambda: nn.Linear(256, 128),
+        lambda model, x: ((model(x) * 10).square() + model(x) ** 4).mean(),
+        lambda model: Counted(model.parameters(), max_iter=max_iter, history_size=5, lr=0.1),
+        lambda n: torch.randn(n, 256),
+    )
+
+
+@pytest.mark.parametrize("max_iter", [3, 4, 5, 6])
+def test_lbfgs_runs_all_its_iterations_and_fills_its_history(max_iter):
+    plan = snugfit.Plan(batch_size=16, micro_batch_size=16)
+    traced, real = [], []
+    predicted = snugfit.estimate(job(max_iter, traced), plan, "cpu")
+    measured = snugfit.measure(job(max_iter, real), plan, "cpu")
+    assert traced == real
+    assert [evaluations for _, evaluations in traced] == [max_iter, 2 * max_iter]
+    assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=1e-3)
+    assert assumed_values.COMPARED in predicted.assumptions
+
+
+def traced(use):
+    def make_step():
+        model = nn.Linear(8, 8).cuda()
+
+        def step():
+            loss = model(torch.zeros(4, 8, device="cuda")).square().mean()
+            use(loss)
+            loss.backward()
+
+        return step
+
+    return snugfit.trace(make_step, CARD)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda loss: math.isfinite(loss.item()),
+        lambda loss: math.exp(loss.item()) > 5,
+        lambda loss: numpy.isnan(loss.item()),
+        lambda loss: f"{loss.item():.2f}",
+        lambda loss: loss.detach().cpu().numpy(),
+        lambda loss: loss.detach().cpu().numpy().reshape(1).mean() > 0,
+        lambda loss: loss.tolist(),
+    ],
+)
+def test_a_number_is_said_to_be_taken_as_one_where_no_stand_in_can_refuse(use):
+    [sentence] = [text for text in traced(use).assumptions if "taken as 1.0" in text]
+    assert "nobody knows" in sentence
+    assert "the branch for that value is what was traced" in sentence
+    assert "test_unknown_numbers.py:" in sentence
+
+
+def test_float_says_where_it_was_read_and_which_branch_was_traced():
+    seen = []
+    [sentence] = [text for text in traced(lambda loss: seen.append(float(loss))).assumptions if "float(...)" in text]
+    assert seen == [1.0, 1.0]
+    assert "test_unknown_numbers.py:" in sentence
+    assert sentence.endswith("is taken as 1.0; if the step branches on it, that is the branch that was traced")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda loss: (loss.detach().cpu().numpy() > 0).any(),
+        lambda loss: min(1.0, loss.item()),
+        lambda loss: 3.0 in [loss.item()],
+    ],
+)
+def test_comparing_a_stand_in_is_refused_also_in_arrays(use):
+    with pytest.raises(snugfit.UnsupportedError, match="decides by a number"):
+        traced(use)
+
+
+class Packed(nn.Module):
+    def __init__(self, kind, options):
+        super().__init__()
+        self.inner = kind(32, 64, batch_first=True, **options)
+
+    def forward(self, x):
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([10, 8, 7, 3]), batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.inner(packed)[0], batch_first=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nn.LSTM, {}),
+        (nn.LSTM, {"proj_size": 16}),
+        (nn.LSTM, {"bidirectional": True, "num_layers": 2, "dropout": 0.2}),
+        (nn.GRU, {"bias": False}),
+        (nn.RNN, {"nonlinearity": "relu"}),
+    ],
+)
+def test_packed_sequences_on_the_cpu_need_what_is_measured(kind, options):
+    job = snugfit.Job(
+        lambda: Packed(kind, options),
+        lambda model, x: model(x).square().mean(),
+        lambda model: torch.optim.AdamW(model.parameters()),
+        lambda n: torch.randn(n, 10, 32),
+    )
+    plan = snugfit.Plan(batch_size=4, micro_batch_size=4)
+    predicted, measured = (run(job, plan, "cpu") for run in (snugfit.estimate, snugfit.measure))
+    assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, abs=64)
