@@ -707,3 +707,38 @@ def test_an_applied_model_is_pickled_after_a_forward():
 def test_what_is_no_segment_is_refused():
     with pytest.raises(PlanError, match="not a segment"):
         apply(Transformer(), "blocks")
+
+
+@pytest.mark.parametrize("length", [2, 3])
+@pytest.mark.parametrize("policy", ["full", "keep-matmul", "offload"])
+def test_a_model_that_keeps_what_comes_out_within_a_run_is_refused_and_not_given_its_end(length, policy):
+    class Collecting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2 * length))
+
+        def forward(self, x):
+            states = []
+            for block in self.blocks:
+                x = block(x)
+                states.append(x)
+            return torch.stack(states).sum()
+
+    model = Collecting()
+    names = [f"blocks.{i}" for i in range(2 * length)]
+    apply(model, [Segment(tuple(names[:length]), policy), Segment(tuple(names[length:]), policy)])
+    with pytest.raises(UnsupportedError, match="keeps what comes out"):
+        model(torch.randn(2, 4)).backward()
+    apply(twin := Collecting(), [Segment(name, policy) for name in names])
+    twin(torch.randn(2, 4)).backward()
+
+
+def test_hidden_states_of_a_language_model_are_refused_with_runs():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=16, n_layer=4, n_head=2, vocab_size=32, n_positions=16, use_cache=False)
+    model = transformers.GPT2LMHeadModel(config)
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    apply(model, segments(model, 2))
+    model(input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(UnsupportedError, match="keeps what comes out"):
+        model(input_ids=ids, output_hidden_states=True)

@@ -8,6 +8,7 @@ A module that begins or belongs to two segments has two forwards, the outer one 
 chain calls the inner one. Inner segments are therefore installed first and removed last.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,9 @@ from snugfit.training.holders import Holders
 from snugfit.training.keeping import Seen, operations
 from snugfit.training.recomputation import FirstForward, Recomputation
 
+_last_handed: list[Any] = []
+"Weak reference to what the last run handed out before its end; the next run finds it gone, or it was kept."
+
 
 class Run:
     """The modules of one segment, run as one by the first of them."""
@@ -33,11 +37,14 @@ class Run:
         self._keeper = Keeper()
         self._seen = Seen(() if segment.policy == "offload" else operations(segment.policy))
         self._pending: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
+        self._result: Any = None
         self._version = 0
+        self._handed: list[weakref.ref[Any]] = []
 
     def begin(self, *args: Any, **kwargs: Any) -> Any:
         """Run all modules; the later ones then only hand the result through."""
-        self._pending = None
+        self._refuse_kept(_last_handed)
+        self._pending, self._handed = None, []
         if not self._needs_gradient(args, kwargs):
             result = self._chain(*args, **kwargs)  # frozen: nothing is saved, so nothing need be repeated
         elif self.segment.policy == "offload":
@@ -45,10 +52,10 @@ class Run:
                 result = self._chain(*args, **kwargs)
         else:
             result = self._recomputed(args, kwargs)
-        if len(self.modules) > 1:
-            self._pending = (result, args[1:], kwargs)
-            self._version = result._version if isinstance(result, Tensor) else 0
-        return result
+        if len(self.modules) == 1:
+            return result
+        self._result, self._version = result, result._version if isinstance(result, Tensor) else 0
+        return self._handed_out(args[1:], kwargs)
 
     def hand_through(self, position: int, *args: Any, **kwargs: Any) -> Any:
         """The result of the whole run, for a later module of it."""
@@ -69,7 +76,28 @@ class Run:
                 "a call with other arguments than the first module's, or with another input than the result of the "
                 "module before, or one that was written into",
             )
-        return args[0]
+        if position < len(self.modules) - 1:
+            return self._handed_out(args[1:], kwargs)
+        self._refuse_kept(self._handed[:-1])
+        _last_handed[:] = self._handed[-1:]
+        result, self._result = self._result, None
+        return result
+
+    def _handed_out(self, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result as what comes out of a module before the last: an object of its own, so that keeping it shows."""
+        result = self._result
+        if isinstance(result, Tensor):
+            result = result.view_as(result)
+            self._handed.append(weakref.ref(result))
+        self._pending = (result, others, kwargs)
+        return result
+
+    def _refuse_kept(self, handed: list["weakref.ref[Any]"]) -> None:
+        if any(reference() is not None for reference in handed):
+            _last_handed.clear()
+            raise self._not_a_chain(
+                0, "code that keeps what comes out between the modules, which is the end of the run"
+            )
 
     def _recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         forward = FirstForward(self.modules, self._keeper, self._seen)
@@ -114,6 +142,7 @@ class Run:
         return value
 
     def _refuse_unfinished(self) -> None:
+        self._refuse_kept(self._handed)
         if self._pending is not None:
             raise self._not_a_chain(len(self.modules) - 1, "a forward that ended without calling it")
 
