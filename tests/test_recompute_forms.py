@@ -21,6 +21,7 @@ from snugfit import Engine, Plan, PlanError, Segment, UnsupportedError, is_recom
 from snugfit.training import offloading
 from snugfit.training.checkpointing import apply, blocks, every, match, segments
 from snugfit.training.torch_private import DispatchMode
+from test_checkpointing import saved_bytes
 
 FORMS = {
     "every block": blocks,
@@ -314,18 +315,6 @@ def test_a_list_that_a_segment_adds_to_is_added_to_once():
     model[0](x, seen).backward()
     assert seen == [0.0, 1.0]
     assert x.grad.item() == pytest.approx(2 * torch.tensor(4.0).cos().item())
-
-
-def saved_bytes(run):
-    storages = {}
-
-    def pack(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return sum(storages.values())
 
 
 def test_c067_a_frozen_prefix_is_not_recomputed():

@@ -13,7 +13,7 @@ NOTE [Why a kept result is the right one]
 """
 
 import fnmatch
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from snugfit.errors import PlanError, UnsupportedError
-from snugfit.training import torch_private
+from snugfit.training import containing, torch_private
 
 ATTENTION = (
     "_scaled_dot_product_*attention*",
@@ -242,19 +242,11 @@ def _each(values: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _described(args: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple((tensor.shape, tensor.dtype) for tensor in _tensors(args))
+    return tuple((tensor.shape, tensor.dtype) for tensor in containing.tensors(args))
 
 
 def _detached(tensor: Tensor) -> Tensor:
     return tensor.detach()
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from _tensors(value)
 
 
 def _written(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -262,7 +254,7 @@ def _written(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tenso
     found: list[Tensor] = []
     for i, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _tensors(args[i] if i < len(args) else kwargs.get(argument.name))
+            found += containing.tensors(args[i] if i < len(args) else kwargs.get(argument.name))
     return found
 
 
@@ -276,7 +268,7 @@ def _states(op: Any, args: Sequence[Any], kwargs: dict[str, Any], values: Any) -
         if not (args[i] if i < len(args) else kwargs.get("dropout_p")):
             return []
     states: list[tuple[Any, Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
-    devices = {tensor.device for tensor in _tensors(values) if tensor.device.type != "cpu"}
+    devices = {tensor.device for tensor in containing.tensors(values) if tensor.device.type != "cpu"}
     for device in devices:
         module = torch.get_device_module(device)
         states.append((lambda state, d=device, m=module: m.set_rng_state(state, d), module.get_rng_state(device)))

@@ -69,7 +69,7 @@ class FirstForward:
             if self.results.is_empty and kind is None:
                 self._seen.is_empty, self.results = True, None
         self._mode = None
-        if random_states.of_python() == self.drawn:
+        if self.drawn is not None and random_states.of_python().is_as(self.drawn):
             self.drawn = None  # the forward drew nothing, so neither does its repetition
         self.kept = [kept for kept in self.kept if not kept.has_stayed]
 
