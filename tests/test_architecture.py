@@ -8,11 +8,12 @@ import pytest
 import snugfit
 
 SOURCE = Path(snugfit.__file__).parent
-HALL = {"errors", "sizes", "plans", "jobs", "hardware"}
+HALL = {"errors", "sizes", "plans", "jobs", "hardware", "rates"}
 ROOMS = {
     "training": {"training"},
     "memory": {"training", "memory"},
     "planning": {"training", "memory", "planning"},
+    "page": {"training", "memory", "planning", "page", "runs", "tables"},
     "integrations": {"training", "memory", "planning", "integrations"},
 }
 APART = {"splitting", "counting", "precision", "checkpointing", "norms"}

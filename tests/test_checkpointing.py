@@ -23,6 +23,7 @@ from models import (
 )
 from snugfit import Job, Plan, PlanError, Segment, UnsupportedError, build, estimate, tokens
 from snugfit.training import segment_run
+from snugfit.training import segments as segments_module
 from snugfit.training.checkpointing import apply, blocks, every, is_recomputing, match, segments
 from tolerances import EXACT_VALUE, FLOAT64
 
@@ -254,7 +255,7 @@ def test_c065_without_gradients_a_call_is_one_plain_forward_even_in_training_mod
     assert Spy.calls == 2
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.random, "fork_rng", None)
-        patch.setattr(segment_run, "checkpoint", None)
+        patch.setattr(segment_run, "_Pass", None)
         model(torch.ones(2, 4))
     assert state is not None
 
@@ -354,7 +355,7 @@ def test_a_run_of_modules_keeps_its_hooks_and_extra_arguments():
     assert called == [0, 1, 2]
 
 
-def test_a_run_of_modules_that_are_no_chain_is_refused_by_name():
+def test_what_lies_between_the_modules_of_a_run_is_kept_and_not_repeated():
     class Model(LinearStack):
         def forward(self, x):
             for layer in self.layers:
@@ -362,10 +363,12 @@ def test_a_run_of_modules_that_are_no_chain_is_refused_by_name():
             return x
 
     model = Model()
-    apply(model, [Segment(("layers.0", "layers.1"))])
-    with pytest.raises(UnsupportedError) as caught:
-        model(torch.ones(1, 6))
-    assert caught.value.module == "layers.1"
+    twin = copy.deepcopy(model)
+    apply(model, [Segment(("layers.0", "layers.1", "layers.2"))])
+    x = torch.randn(5, 6)
+    assert same_gradients(model, twin, lambda one: one(x).sum())
+    # tanh saves its result three times; the first two of them are what the later layers are called with
+    assert saved_bytes(lambda: model(x)) == 3 * x.nbytes + x.nbytes
 
 
 def test_removing_restores_every_forward_exactly():
@@ -459,6 +462,38 @@ def test_a_number_of_blocks_or_segments_that_does_not_fit_is_refused(number):
     for choose in (every, segments):
         with pytest.raises(PlanError, match="number of blocks"):
             choose(model, number)
+
+
+def test_every_k_th_block_is_counted_in_each_chain_of_its_own():
+    class EncoderDecoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = nn.ModuleList(Block(4) for _ in range(3))
+            self.decoder = nn.ModuleList(Block(4) for _ in range(4))
+
+    names = [segment.modules[0] for segment in every(EncoderDecoder(), 2)]
+    assert names == ["encoder.0", "encoder.2", "decoder.0", "decoder.2"]
+
+
+def test_one_block_that_is_run_again_and_again_is_found_where_it_holds_the_weights():
+    class Again(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.embedding, self.groups = nn.Embedding(100, 4), nn.ModuleList([nn.Linear(width, width)])
+
+        def forward(self, ids):
+            x = self.embedding(ids)
+            for _ in range(5):
+                x = self.groups[0](x).sin()
+            return x.sum()
+
+    model = nn.ModuleDict({"body": Again(4)})["body"]
+    with pytest.raises(PlanError, match="no repeated blocks"):  # 20 of 420 weights
+        blocks(model)
+    assert [segment.modules for segment in blocks(Again(16))] == [("groups.0",)]
+    twin = copy.deepcopy(model)
+    apply(model, [Segment("groups.0")])
+    assert same_gradients(model, twin, lambda one: one(torch.arange(6)))
 
 
 def test_a_model_without_blocks_and_a_pattern_without_a_match_are_refused():
@@ -587,12 +622,102 @@ def compiled_in_place():
     return model
 
 
+@pytest.mark.filterwarnings("ignore:segments that are recomputed run uncompiled")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own looking
 @pytest.mark.parametrize("kind", [compiled_whole, compiled_inside, compiled_in_place])
-def test_segments_of_compiled_modules_are_refused_by_name(kind):
+@pytest.mark.parametrize("chosen", [("layers.1",), ("layers.0", "layers.1", "layers.2")])
+def test_segments_of_compiled_modules_are_recomputed_and_names_are_those_of_the_plain_model(kind, chosen):
+    torch._dynamo.reset()
     model = kind()
-    name = next(name for name, _ in model.named_modules() if name.endswith("layers.1"))
-    with pytest.raises(UnsupportedError, match="compiled modules are not recomputed") as caught:
-        apply(model, [Segment(name)])
-    assert caught.value.names == (name,)
-    if kind is not compiled_whole:
-        apply(model, [Segment("layers.0")]).remove()
+    twin = LinearStack()
+    twin.load_state_dict({segments_module.without_wrappers(n): value for n, value in model.state_dict().items()})
+    x = torch.randn(4, 6)
+    plain = saved_bytes(lambda: model(x))
+    handle = apply(model, [Segment(chosen)])
+    assert handle.covered == chosen
+    assert same_bits([p.grad for p in both(model, x)], [p.grad for p in both(twin, x)])
+    weights = len(set(chosen) - {"layers.0"}) * 6 * 6 * 4  # the first one's needs no saving: x is data
+    assert plain - saved_bytes(lambda: model(x)) == weights + (len(chosen) - 1) * x.nbytes
+    handle.remove()
+    assert saved_bytes(lambda: model(x)) == plain
+
+
+def both(model, x):
+    model(x).sum().backward()
+    return list(model.parameters())
+
+
+class Sines(nn.Module):
+    def forward(self, x):
+        for _ in range(6):
+            x = x.sin()
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:segments that are recomputed run uncompiled")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_c123_six_sines_checkpointed_then_compiled_and_compiled_then_checkpointed_keep_4000_bytes(backend):
+    torch._dynamo.reset()
+    x = torch.randn(1000, requires_grad=True)
+    expected = x
+    for _ in range(6):
+        expected = expected.sin()
+    (expected,) = torch.autograd.grad(expected.sum(), x)
+
+    first = nn.Sequential(Sines())
+    apply(first, [Segment("0")])
+    first = torch.compile(first, backend=backend)
+    second = nn.Sequential(torch.compile(Sines(), backend=backend))
+    apply(second, [Segment("0")])
+    late = torch.compile(nn.Sequential(Sines()), backend=backend)
+    late(x)  # compiled before there is a segment
+    apply(late, [Segment("0")])
+    for model in (first, second, late):
+        assert saved_bytes(lambda model=model: model(x)) == 4000
+        assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore:segments that are recomputed run uncompiled")
+def test_c123_a_model_that_passes_twice_through_the_same_blocks_keeps_the_input_of_each_pass():
+    torch._dynamo.reset()
+    block = Sines()
+    model = nn.Sequential(block, block)
+    apply(model, [Segment("0")])
+    model = torch.compile(model, backend="eager")
+    x = torch.randn(1000, requires_grad=True)
+    assert saved_bytes(lambda: model(x)) == 8000
+    plain = x
+    for _ in range(12):
+        plain = plain.sin()
+    assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], torch.autograd.grad(plain.sum(), x)[0])
+
+
+def test_a_compiled_model_says_once_that_its_segments_run_uncompiled():
+    torch._dynamo.reset()
+    model = LinearStack()
+    apply(model, [Segment(("layers.0", "layers.1"))])
+    compiled = torch.compile(model, backend="eager")
+    with pytest.warns(UserWarning, match="run uncompiled") as caught:
+        compiled(torch.randn(2, 6))
+    compiled(torch.randn(2, 6))
+    assert len(caught) == 1
+
+
+def test_segments_of_scripted_modules_are_refused_by_name():
+    model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
+    with pytest.raises(UnsupportedError, match="TorchScript") as caught:
+        apply(model, [Segment("0")])
+    assert caught.value.names == ("0",)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_names_of_the_plain_model_are_found_behind_an_adapter_library():
+    peft = pytest.importorskip("peft")
+    model = causal("llama")
+    model.config.use_cache = False
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    twin, batch = copy.deepcopy(adapted), padded_tokens()
+    assert apply(adapted, [Segment("model.layers.0")]).covered == ("model.layers.0",)
+    assert same_gradients(adapted, twin, lambda one: own_loss(one, batch))
+    apply(twin, blocks(twin))
+    assert same_gradients(adapted, twin, lambda one: own_loss(one, batch))

@@ -270,3 +270,15 @@ def test_a_second_derivative_is_refused_by_name():
     loss = chunked_cross_entropy(**given, labels=labels, chunks=2)
     with pytest.raises(snugfit.UnsupportedError, match="second derivative"):
         torch.autograd.grad(loss, given["hidden"], create_graph=True)
+
+
+@pytest.mark.parametrize("wrong", [5, -1, -5])
+def test_a_label_that_is_no_class_is_an_index_error_as_plainly(wrong):
+    hidden, weight, labels = torch.randn(4, 3), torch.randn(5, 3), torch.tensor([0, 4, wrong, -100])
+    with pytest.raises(IndexError):
+        F.cross_entropy(F.linear(hidden, weight), labels)
+    with pytest.raises(IndexError) as caught:
+        chunked_cross_entropy(hidden, weight, labels, chunks=2)
+    assert isinstance(caught.value, PlanError)
+    assert str(wrong) in caught.value.got
+    assert "0 to 4" in caught.value.expected

@@ -1,4 +1,4 @@
-"""The roofline: what it promises, and what it says about known ratios."""
+"""The time model: what it promises at assumed and at measured rates, and what it says about known ratios."""
 
 from dataclasses import replace
 
@@ -8,13 +8,31 @@ from hypothesis import strategies as st
 
 from snugfit import hardware
 from snugfit.memory.events import Work
-from snugfit.planning import cost
+from snugfit.planning import assumed_rates, cost
+from snugfit.rates import OVERHEADS, Rates
 from tolerances import FLOAT64
 
 A100 = hardware.resolve("a100-sxm-40gb")
 T4 = hardware.resolve("t4")
 GTX = hardware.resolve("gtx-1080-ti")
 CPU = hardware.resolve("cpu")
+
+RATES = Rates(
+    device="cpu",
+    processor="made up",
+    threads=1,
+    torch="any",
+    arithmetic={"product float32": ((10, 50.0), (30, 100.0))},
+    traffic={"other": ((1, 10.0),)},
+    forward_s=1.0,
+    backward_s=2.0,
+    update_s=4.0,
+    segment_s=32.0,
+    repeated_s=64.0,
+    watched_s=128.0,
+    micro_step_s=256.0,
+    window_s=512.0,
+)
 
 dtypes = st.sampled_from(["float32", "float16", "bfloat16", "float64", "int64"])
 kernels = st.lists(
@@ -67,12 +85,87 @@ def test_no_work_takes_no_time():
     assert cost.breakdown([], A100) == {}
 
 
-def test_a_kernel_takes_the_longest_of_arithmetic_traffic_and_launch():
+def test_on_a_card_a_kernel_takes_the_longest_of_arithmetic_traffic_and_launch():
     big, stream, tiny = matmul("bfloat16"), Work("aten.add", "forward", "float32", 0, 10**9), Work("x", "y", "z", 0, 4)
-    reached = A100.flops["bfloat16"] * cost.TENSOR_CORE_FRACTION
+    side = 4096
+    reached = A100.flops["bfloat16"] * assumed_rates.TENSOR_CORE_FRACTION * side / (side + 64)
     assert cost.step_time([big], A100) == pytest.approx(big.flops / reached, rel=FLOAT64)
-    assert cost.step_time([stream], A100) == pytest.approx(10**9 / (1555e9 * cost.BANDWIDTH_FRACTION), rel=FLOAT64)
-    assert cost.step_time([tiny], A100) == cost.LAUNCH_S
+    streamed = 10**9 / (1555e9 * assumed_rates.BANDWIDTH_FRACTION)
+    assert cost.step_time([stream], A100) == pytest.approx(streamed, rel=FLOAT64)
+    assert cost.step_time([tiny], A100) == assumed_rates.LAUNCH_S
+
+
+def test_on_a_cpu_arithmetic_traffic_and_dispatch_follow_each_other():
+    device = replace(CPU, rates=RATES)
+    for phase, dispatch in (("forward", 1.0), ("backward", 2.0), ("optimizer", 4.0)):
+        work = Work("mm.default", phase, "float32", 200, 40)
+        # side: 1.5 * 4 bytes * 200 / 40 = 30, where products reach 100 FLOP/s; all else streams 10 bytes/s
+        assert cost.step_time([work], device) == pytest.approx(2 + 4 + dispatch, rel=FLOAT64)
+
+
+@pytest.mark.parametrize(
+    ("changed", "more"),
+    [
+        ({"begins": "window"}, 512 + 256),
+        ({"begins": "micro-batch"}, 256),
+        ({"is_watched": True}, 128),
+        ({"phase": "backward", "is_repeated": True}, 64),
+        ({"phase": "backward", "is_repeated": True, "begins": "segment"}, 64 + 32),
+        ({"phase": "backward"}, 2 - 1),
+        ({"phase": "backward", "op": "add_.Tensor"}, 4 - 1),  # autograd sums gradients as an optimizer does: no graph
+    ],
+)
+def test_what_python_does_around_an_operation_is_in_its_price(changed, more):
+    device, work = replace(CPU, rates=RATES), Work("add.Tensor", "forward", "float32", 0, 40)
+    plain, around = cost.step_time([work], device), cost.step_time([work._replace(**changed)], device)
+    assert around - plain == pytest.approx(more, rel=FLOAT64)
+
+
+def test_a_copy_to_the_host_is_hidden_behind_what_its_phase_computes():
+    device = replace(A100, rates=replace(RATES, link=5.0, **dict.fromkeys(OVERHEADS, 0.0)))
+    computed = Work("add.Tensor", "forward", "float32", 0, 400)  # 40 s at 10 bytes/s
+    copy = Work("clone.default", "forward", "float32", 0, 300, is_copy=True)  # 150 bytes over 5 bytes/s: 30 s
+    assert cost.step_time([copy], device) == pytest.approx(30, rel=FLOAT64)
+    assert cost.step_time([computed, copy], device) == pytest.approx(40, rel=FLOAT64)
+    assert cost.step_time([computed, copy, copy], device) == pytest.approx(60, rel=FLOAT64)
+    assert cost.step_time([computed, copy._replace(phase="backward")], device) == pytest.approx(70, rel=FLOAT64)
+
+
+def test_on_a_card_what_python_does_is_hidden_behind_a_busy_card_and_shows_behind_an_idle_one():
+    device = replace(A100, rates=replace(RATES, forward_s=0.0, segment_s=0.0))
+    busy = Work("add.Tensor", "backward", "float32", 0, 10_000)  # 1000 s, dispatched in 2
+    # 1 s on the card, 64 s in Python
+    again = Work("add.Tensor", "backward", "float32", 0, 10, is_repeated=True, begins="segment")
+    assert cost.step_time([busy, again], device) == pytest.approx(1001, rel=FLOAT64)
+    assert cost.step_time([again, again], device) == pytest.approx(128, rel=FLOAT64)
+
+
+def test_small_products_reach_less_of_the_peak_than_large_ones():
+    for device in (A100, CPU, replace(CPU, rates=RATES)):
+        reached = [cost.reached_rate("float32", device, side=side) for side in (8, 32, 128, 1024)]
+        assert reached == sorted(reached)
+        assert reached[0] < reached[-1]
+
+
+def test_one_large_product_and_many_small_ones_of_as_many_flops_take_longer_in_pieces():
+    many = Work("aten.bmm", "forward", "float32", 2 * 4096**3, 4096 * 3 * 4096 * 256 * 4)  # 4096 cubes of side 256
+    assert cost.step_time([many], CPU) > cost.step_time([matmul("float32")], CPU)
+
+
+def test_each_operation_has_a_price_of_its_own_and_they_add_up():
+    work = transformer("float32")
+    assert cost.times(work, CPU) == [cost.step_time([one], CPU) for one in work]
+    assert sum(cost.times(work, CPU)) == pytest.approx(cost.step_time(work, CPU), rel=FLOAT64)
+
+
+def test_an_operation_with_a_curve_of_its_own_is_priced_by_it():
+    device = replace(CPU, rates=replace(RATES, traffic={"other": ((1, 10.0),), "bernoulli_": ((1, 0.1),)}))
+    slow, other = (Work(op, "forward", "float32", 0, 40) for op in ("bernoulli_.float", "add.Tensor"))
+    assert cost.step_time([slow], device) - cost.step_time([other], device) == pytest.approx(400 - 4, rel=FLOAT64)
+
+
+def test_a_prediction_is_less_uncertain_where_rates_were_measured():
+    assert 0 < cost.uncertainty(replace(CPU, rates=RATES)) < cost.uncertainty(CPU) < 1
 
 
 @given(kernels, names)
@@ -90,7 +183,10 @@ def test_more_arithmetic_or_more_traffic_is_never_faster(work, name, flops, num_
     before = cost.step_time(work, device)
     assert cost.step_time([kernel._replace(flops=kernel.flops + flops) for kernel in work], device) >= before
     assert cost.step_time([kernel._replace(bytes=kernel.bytes + num_bytes) for kernel in work], device) >= before
-    assert cost.step_time([*work, Work("op", "forward", "float32", flops, num_bytes)], device) > before
+    assert cost.step_time([*work, Work("op", "forward", "float32", flops, num_bytes)], device) >= before
+    dispatched = [kernel._replace(is_copy=False) for kernel in work]  # behind a copy more work may be hidden
+    before = cost.step_time(dispatched, device)
+    assert cost.step_time([*dispatched, Work("op", "forward", "float32", flops, num_bytes)], device) > before
 
 
 @given(kernels, names, st.floats(1, 100), st.booleans())
@@ -113,7 +209,8 @@ def test_a_dtype_without_a_rate_is_never_faster_than_float32(dtype, name):
 def test_bfloat16_is_slower_than_float32_on_turing_and_on_this_kind_of_cpu():
     assert cost.step_time([matmul("bfloat16")], T4) > cost.step_time([matmul("float32")], T4)
     plain = replace(CPU, flops={"float32": CPU.flops["float32"]})
-    assert cost.step_time([matmul("bfloat16")], plain) >= 60 * cost.step_time([matmul("float32")], plain)
+    assert cost.reached_rate("float32", plain) >= 60 * cost.reached_rate("bfloat16", plain)
+    assert cost.step_time([matmul("bfloat16")], plain) > 50 * cost.step_time([matmul("float32")], plain)
 
 
 def test_float16_gains_no_arithmetic_on_pascal():

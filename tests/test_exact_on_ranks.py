@@ -1,5 +1,6 @@
 """Two gloo processes: losses with counts of their own, and loaders of another length, are exact or named."""
 
+import copy
 import sys
 import warnings
 from pathlib import Path
@@ -8,12 +9,13 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import LinearStack, Weight, mean_product, regression_batch
-from snugfit import Engine, Loss, Plan, PlanError, UnsupportedError
+from models import LinearStack, Transformer, Weight, mean_product, regression_batch, token_batch, token_loss
+from snugfit import Engine, Loss, Plan, PlanError, Segment, UnsupportedError, checkpointing
 from tolerances import FLOAT64
 from two_ranks import RANKS, results_of
 
@@ -329,7 +331,54 @@ def unreached(rank):
     return found
 
 
-SCENARIOS = (several, empty_at_the_end, reaching, contradicting, unused, uneven, closing, sparse, refused, unreached)
+def recomputed(rank):
+    """Whether segments under DDP, and of modules that FSDP2 has sharded, leave every gradient as it is."""
+    found = []
+    torch.manual_seed(rank)
+    batch = token_batch(4)
+    for chosen in (checkpointing.blocks, lambda model: checkpointing.segments(model, 2), nested_segments):
+        for wrap in (DistributedDataParallel, sharded):
+            torch.manual_seed(0)
+            model = Transformer(depth=4)
+            twin = copy.deepcopy(model)
+            segments = chosen(model)
+            wrapped, plain = wrap(model), wrap(twin)
+            checkpointing.apply(wrapped, segments)
+            for one in (wrapped, plain):
+                for _ in range(2):
+                    token_loss(one, batch).backward()
+            gradients = [[whole(parameter.grad) for parameter in one.parameters()] for one in (model, twin)]
+            found.append(all(torch.equal(ours, theirs) for ours, theirs in zip(*gradients, strict=True)))
+    return found
+
+
+def nested_segments(model):
+    return [Segment(tuple(f"blocks.{i}" for i in range(4))), Segment(("blocks.1", "blocks.2")), Segment("blocks.1.ff")]
+
+
+def sharded(model):
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def whole(gradient):
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+SCENARIOS = (
+    several,
+    empty_at_the_end,
+    reaching,
+    contradicting,
+    unused,
+    uneven,
+    closing,
+    sparse,
+    refused,
+    unreached,
+    recomputed,
+)
 
 
 @pytest.fixture(scope="module")
@@ -397,3 +446,7 @@ def test_a_parameter_that_the_last_micro_batch_does_not_reach_is_reduced_exactly
         for name, (first, second, warned) in found.items():
             assert max(first, second) <= FLOAT64, name
             assert bool(warned) == (name.startswith("whenever") and rank == 0), name
+
+
+def test_segments_under_ddp_and_of_modules_that_are_sharded_are_exact_on_all_ranks(ranks):
+    assert ranks["recomputed"] == [[True] * 6] * RANKS

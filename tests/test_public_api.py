@@ -44,7 +44,7 @@ SURFACE = {
     "measure": "snugfit.memory.measuring",
     "opaque": "snugfit.memory.steps.opaque",
     "plan": "snugfit.planning.search",
-    "PlanReport": "snugfit.planning.search",
+    "PlanReport": "snugfit.planning.plan_report",
     "train": "snugfit.runs",
 }
 MODULES = {

@@ -7,7 +7,6 @@ from torch import nn
 
 import snugfit
 from snugfit import hardware
-from snugfit.memory import tracing
 from snugfit.planning import options, search
 from snugfit.planning.scaling import NotAffineError, ScaledTrace
 from snugfit.sizes import GIB, MIB
@@ -50,42 +49,20 @@ def card(**changes):
     return dataclasses.replace(hardware.resolve("rtx-3060-12gb"), **changes)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_scaled_trace_gives_the_peaks_of_the_real_traces(precision, recompute):
-    segments = options.recomputations(Stack(), {})[1].value if recompute else ()
-    plan = snugfit.Plan(batch_size=256, micro_batch_size=256, precision=precision, recompute=segments)
-    family = ScaledTrace.record(job(), plan, card(), (64, 100))
-    for size in (256, 128, 96, 17):
-        exact = dataclasses.replace(plan, micro_batch_size=size)
-        report = snugfit.estimate(job(), exact, card())
-        scaled = family.report(size, exact.accumulation_steps)
-        assert scaled.peak_allocated_bytes == pytest.approx(report.peak_allocated_bytes, rel=1e-3)
-        assert scaled.peak_reserved_bytes == pytest.approx(report.peak_reserved_bytes, abs=4 * MIB)
-
-
-def test_a_scaled_trace_gives_the_time_of_the_real_trace():
-    plan = snugfit.Plan(batch_size=256, micro_batch_size=128)
-    family = ScaledTrace.record(job(), plan, card(), (64, 100))
-    trace = tracing.record_job(job(), plan, card())
-    assert family.step_time([128, 128]) == pytest.approx(search.cost.step_time(trace.work, card()), rel=0.01)
-    quarters = dataclasses.replace(plan, micro_batch_size=64)
-    exact = search._whole_window(tracing.record_job(job(), quarters, card()), quarters)
-    assert family.step_time([64] * 4) == pytest.approx(search.cost.step_time(exact, card()), rel=0.01)
-    assert family.step_time([128, 128, 64]) > family.step_time([128, 128]) > family.step_time([128])
-
-
 def test_a_step_whose_operations_depend_on_the_size_is_not_interpolated():
     def loss(model, batch):
         x = model(batch["x"])
         for _ in range(len(x) % 7):
-            x = x * 2
+            x = x + model(batch["x"])
         return x.mean()
 
+    plan = snugfit.Plan(batch_size=64, micro_batch_size=64)
     with pytest.raises(NotAffineError):
-        ScaledTrace.record(job(loss=loss), snugfit.Plan(batch_size=64, micro_batch_size=64), card(), (8, 13))
-    found = snugfit.plan(job(loss=loss), card(memory_bytes=12 * GIB), batch_size=4)
-    assert found.plan.micro_batch_size == 4
+        ScaledTrace.record(job(loss=loss), plan, card(), (8, 13))
+    tight = card(memory_bytes=int(1.2 * GIB), context_bytes=0)
+    found = snugfit.plan(job(loss=loss), tight, batch_size=4096)
+    assert found.memory == snugfit.estimate(job(loss=loss), found.plan, tight)
+    assert found.memory.fits(tight.memory_bytes)
 
 
 def test_the_ladder_climbs_in_order_and_holds_the_chosen_plan():
@@ -103,11 +80,12 @@ def test_the_ladder_climbs_in_order_and_holds_the_chosen_plan():
     assert set(found.reasons) >= {"batch_size", "micro_batch_size", "precision", "recompute"}
 
 
-def test_the_size_chosen_is_the_largest_that_fits():
+def test_the_size_chosen_is_the_largest_even_cut_that_fits():
     tight = card(memory_bytes=int(1.5 * GIB), context_bytes=0)
     found = snugfit.plan(job(), tight, batch_size=16384, fixed={"recompute": (), "precision": "32-true"})
     assert found.memory == snugfit.estimate(job(), found.plan, tight)
-    larger = dataclasses.replace(found.plan, micro_batch_size=int(found.plan.micro_batch_size * 1.1))
+    one_less = -(-16384 // (found.plan.accumulation_steps - 1))
+    larger = dataclasses.replace(found.plan, micro_batch_size=one_less)
     assert not snugfit.estimate(job(), larger, tight).fits(tight.memory_bytes)
 
 
@@ -155,8 +133,6 @@ def test_fixed_fields_are_kept_and_unknown_ones_refused():
         snugfit.plan(job(), card(), fixed=3)
     with pytest.warns(UserWarning, match="clamped to 8"):
         assert snugfit.plan(job(), card(), batch_size=8, fixed={"micro_batch_size": 100}).plan.micro_batch_size == 8
-    with pytest.raises(snugfit.UnsupportedError, match="lora"):
-        snugfit.plan(job(), card(), allow=("lora",))
     with pytest.raises(snugfit.PlanError, match="unknown allowance"):
         snugfit.plan(job(), card(), allow=("magic",))
 

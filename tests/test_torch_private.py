@@ -9,6 +9,7 @@ from torch.optim import optimizer
 from snugfit.memory import torch_private
 from snugfit.memory.cuda import autocast
 from snugfit.memory.recording import Recorder
+from snugfit.training import torch_private as training_private
 
 
 def test_fake_mode_makes_tensors_without_data():
@@ -230,3 +231,23 @@ def test_recurrent_networks_are_seen_by_their_functions(kind, name):
     with Watching():
         model(packed)
     assert any(seen)
+
+
+def test_a_backward_has_a_number_of_its_own_also_inside_of_another():
+    numbers = []
+    weight = torch.ones(2, requires_grad=True)
+
+    def look(gradient):
+        numbers.append(training_private.current_backward())
+        if len(numbers) == 1:
+            inner = torch.ones(2, requires_grad=True)
+            inner.register_hook(look)
+            inner.sum().backward()
+            numbers.append(training_private.current_backward())
+
+    weight.register_hook(look)
+    weight.sum().backward()
+    first, second, again = numbers
+    assert first == again != second
+    assert None not in numbers
+    assert training_private.current_backward() is None

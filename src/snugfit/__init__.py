@@ -15,7 +15,8 @@ from snugfit.memory.measuring import measure
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory.steps.opaque import opaque
 from snugfit.memory.tracing import estimate, trace
-from snugfit.planning.search import PlanReport, plan
+from snugfit.planning.plan_report import PlanReport
+from snugfit.planning.search import plan
 from snugfit.plans import Plan, Segment
 from snugfit.runs import train
 from snugfit.training import checkpointing, gradient_noise, learning_rate, norms, precision

@@ -3,6 +3,7 @@
 Entry points: ``Request`` and its kinds, whose fields are the arguments and options. Acting on them is ``cli``'s.
 """
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,14 +11,19 @@ from typing import Annotated, Any
 import typer
 from torch.utils.data import DataLoader
 
-from snugfit import hardware, runs, sizes
+from snugfit import hardware, runs, sizes, tables
 from snugfit.errors import PlanError
 from snugfit.jobs import Job
 from snugfit.memory import tracing
 from snugfit.memory.allocation import allocator_settings
 from snugfit.memory.reports import MemoryReport
-from snugfit.planning import search
+from snugfit.page import details
+from snugfit.page.details import Details
+from snugfit.planning import search, trying_out, ways_out
+from snugfit.planning.calibration import calibrated
+from snugfit.planning.plan_report import PlanReport
 from snugfit.plans import Plan, Segment
+from snugfit.rates import Rates
 from snugfit.training import checkpointing, splitting
 
 _DEFAULT_BATCH_SIZE = 32
@@ -101,16 +107,28 @@ class Request(Output):
         whole = max(1, -(-size // max(1, self.world_size)))
         return Plan(**{"micro_batch_size": whole, **self.given(job)}, batch_size=size, world_size=self.world_size)
 
-    def search(self, job: Job, card: hardware.Device, budget_bytes: int) -> search.PlanReport:
+    def search(self, job: Job, card: hardware.Device, budget_bytes: int) -> PlanReport:
         """The plan that the search finds around what is given."""
-        return search.plan(
-            job,
-            card,
-            batch_size=self.batch_size(job),
-            budget=budget_bytes,
-            world_size=self.world_size,
-            fixed=self.given(job),
-        )
+        with tables.progress() as say:
+            return search.plan(
+                job,
+                card,
+                batch_size=self.batch_size(job),
+                budget=budget_bytes,
+                world_size=self.world_size,
+                fixed=self.given(job),
+                allow=self.allowed(),
+                progress=say,
+            )
+
+    def allowed(self) -> tuple[str, ...]:
+        """Changes of the job that may be made."""
+        return ()
+
+    def shown(self, job: Job, card: hardware.Device, budget_bytes: int, found: PlanReport) -> Details:
+        """What a page shows of a search."""
+        described = self.options()
+        return details.of(job, found.plan, card, budget_bytes, target=self.target, options=described, found=found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +136,48 @@ class FileRequest(Request):
     """A request whose answer can be saved."""
 
     output: Annotated[Path | None, typer.Option("-o", help="Write the plan (plan) or the JSON document here.")] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRequest(FileRequest):
+    """A request to find a plan."""
+
+    rates_file: Annotated[
+        Path | None, typer.Option("--rates", help="What calibrate measured here; times then rest on it.")
+    ] = None
+
+    allow: Annotated[
+        list[str] | None,
+        typer.Option("--allow", help="A change of the job, if nothing fits: " + " | ".join(ways_out.NAMES)),
+    ] = None
+    measure: Annotated[
+        int | None, typer.Option("--measure", help="Run the best K plans here, and take the fastest.", metavar="K")
+    ] = None
+
+    def allowed(self) -> tuple[str, ...]:
+        """Changes of the job that may be made."""
+        return tuple(self.allow or ())
+
+    def tried_out(self, job: Job, card: hardware.Device, found: PlanReport) -> PlanReport:
+        """What was found, after its best plans were run where that is asked for."""
+        if self.measure is None:
+            return found
+        with tables.progress() as say:
+            say(f"running the best {self.measure} plans")
+            return trying_out.measured(found.job or job, found, card, self.measure)
+
+    def card(self) -> tuple[hardware.Device, int]:
+        """The device, with its measured rates where they are given, and the budget in bytes."""
+        card, budget_bytes = FileRequest.card(self)
+        return card if self.rates_file is None else calibrated(card, Rates.load(self.rates_file)), budget_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateRequest(Output):
+    """A request to measure how fast a device of this machine is."""
+
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, or a CUDA device of this machine.")] = "auto"
+    output: Annotated[Path | None, typer.Option("-o", help="Write the rates here, for plan --rates.")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +271,46 @@ class DiagnoseRequest(ProofRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRequest(Output):
+    """A request for a page about a plan or a run; what is said of a job is for tracing the plan again."""
+
+    source: Annotated[Path, typer.Argument(help="A plan.json, or the folder of a run.", metavar="PLAN|RUN_DIR")]
+    target: Annotated[
+        str | None, typer.Option("--target", help="The job, to trace the plan again; else what plan -o wrote is shown.")
+    ] = None
+    device: Annotated[str | None, typer.Option("--device", help="With --target: what to trace it for.")] = None
+    budget: Annotated[str | None, typer.Option("--budget", help="With --target: what the job may use.")] = None
+    seq: Annotated[int | None, typer.Option("--seq", help="With --target: tokens per sequence.")] = None
+    image: Annotated[int | None, typer.Option("--image", help="With --target: pixels per side.")] = None
+    task: Annotated[str | None, typer.Option("--task", help="With --target: what a config.json is trained for.")] = None
+    output: Annotated[Path | None, typer.Option("-o", help="The page; else plan.html, or page.html in the run.")] = None
+
+    def again(self) -> Request | None:
+        """What to trace again, if anything.
+
+        Raises:
+            PlanError: Something is said of a job that is not named.
+        """
+        said = {"device": self.device, "budget": self.budget, "seq": self.seq, "image": self.image, "task": self.task}
+        given: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+        if self.target is not None:
+            return Request(target=self.target, **given)
+        if given:
+            raise PlanError(
+                "nothing is traced again without the job's name",
+                got=" ".join(f"--{name} {value}" for name, value in given.items()),
+                expected="these options together with --target",
+                hint="add --target TARGET, or leave them out to show what plan -o wrote",
+            )
+        return None
+
+    def page(self) -> Path:
+        """Where the page goes."""
+        beside = self.source / "page.html" if self.source.is_dir() else self.source.with_suffix(".html")
+        return self.output or beside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainRequest(PlannedRequest):
     """A request to train."""
 
@@ -223,11 +323,22 @@ class TrainRequest(PlannedRequest):
         return self.run_dir or Path("runs") / Path(self.target.rpartition(".py:")[0] or self.target).stem
 
     def chosen(self, job: Job, card: hardware.Device, budget_bytes: int) -> tuple[Plan, MemoryReport]:
-        """The plan to run, from the file or from the search, and what it is predicted to need."""
+        """The plan to run, from the file or from the search, and what it is predicted to need.
+
+        What the search found out is left in the run folder, or what lies beside the plan file.
+        """
+        kept = details.beside(self.folder() / runs.PLAN)
         if self.plan_file is None:
             found = self.search(job, card, budget_bytes)
+            details.save(self.shown(job, card, budget_bytes, found), kept)
             return found.plan, found.memory
         plan = self.loaded(self.plan_file)
+        beside = details.beside(self.plan_file)
+        if beside.resolve() != kept.resolve():
+            kept.unlink(missing_ok=True)  # of an earlier run
+            if beside.exists():
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(beside, kept)
         return plan, tracing.estimate(job, plan, card)
 
 

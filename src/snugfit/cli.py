@@ -1,5 +1,5 @@
-"""The command line: ``snugfit estimate | plan | train | measure | check | diagnose | replay | gpus``, thin over
-the functions of the package.
+"""The command line: ``snugfit estimate | plan | train | measure | check | diagnose | replay | report |
+calibrate | gpus``, thin over the functions of the package.
 
 Entry point: ``main``. Tables go to standard output, or one JSON document with ``--json``; messages go to standard
 error. Exit status: 0 fits or done, 1 does not fit or check failed, 2 user error.
@@ -18,8 +18,9 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 from rich.console import Console
 
-from snugfit import __version__, capped, estimates, hardware, runs, sizes, tables
+from snugfit import __version__, capped, estimates, hardware, plan_tables, runs, sizes, tables
 from snugfit.arguments import (
+    CalibrateRequest,
     DiagnoseRequest,
     EstimateRequest,
     FileRequest,
@@ -27,13 +28,18 @@ from snugfit.arguments import (
     PlannedRequest,
     ProofRequest,
     ReplayRequest,
+    ReportRequest,
+    SearchRequest,
     TrainRequest,
 )
 from snugfit.errors import DeviceMemoryError, InfeasibleError, NonFiniteError, PlanError, SnugfitError
 from snugfit.jobs import Job
 from snugfit.memory.replay import replaying, snapshots
+from snugfit.page import details, html, subject
+from snugfit.planning import calibration
 from snugfit.plans import write_atomically
 from snugfit.targets import load_target, prints_on_stderr, users_line
+from snugfit.training import build
 from snugfit.training.checking import check as checking
 from snugfit.training.diagnosing import diagnose as diagnosing
 
@@ -105,22 +111,20 @@ def measure(request: PlannedRequest) -> int:
     return _memory(request, estimates.measure(request))
 
 
-@_command(FileRequest)
-def plan(request: FileRequest) -> int:
+@_command(SearchRequest)
+def plan(request: SearchRequest) -> int:
     """Find the fastest plan that fits; -o saves it for train."""
     with prints_on_stderr():
         job = load_target(request.target, **request.options())
         card, budget_bytes = request.card()
-        found = request.search(job, card, budget_bytes)
-    if request.output is not None:
-        found.plan.save(request.output)
+        found = request.tried_out(job, card, request.search(job, card, budget_bytes))
+        if request.output is not None:
+            found.plan.save(request.output)
+            details.save(request.shown(job, card, budget_bytes, found), details.beside(request.output))
     if request.as_json:
-        print(_document(tables.plan_document(found, budget_bytes)))
-        return DONE
-    out = tables.console()
-    tables.ladder(out, found, budget_bytes)
-    tables.reasons(out, found)
-    out.print(f"\n{tables.verdict(found.memory, budget_bytes)}")
+        print(_document(plan_tables.document(found)))
+    else:
+        plan_tables.show(tables.console(), found)
     return DONE
 
 
@@ -176,12 +180,39 @@ def replay(request: ReplayRequest) -> int:
     return DONE if found.matched else PARTED
 
 
+@_command(ReportRequest)
+def report(request: ReportRequest) -> int:
+    """Write one HTML page about a plan, or about the folder of a run."""
+    about, again = subject.find(request.source), request.again()
+    if again is None:
+        known = about.details()
+    else:
+        with prints_on_stderr():
+            job = load_target(again.target, **again.options())
+            known = details.again(job, about.plan, *again.card(), target=again.target, options=again.options())
+    page = request.page()
+    num_bytes = html.write(page, known, about.run)
+    if request.as_json:
+        print(_document({"page": str(page), "num_bytes": num_bytes}))
+    else:
+        tables.console().print(f"{page}, {sizes.text(num_bytes)}")
+    return DONE
+
+
+@_command(CalibrateRequest)
+def calibrate(request: CalibrateRequest) -> int:
+    """Measure how fast this device is, in under a minute; plan --rates then predicts its own times."""
+    found = calibration.calibrate(request.device)
+    _give(request, found.to_dict(), lambda out: tables.rates(out, found))
+    return DONE
+
+
 @_command(Output)
 def gpus(request: Output) -> int:
     """List the devices of the catalogue."""
     catalogue = [hardware.resolve(name) for name in hardware.devices()]
     if request.as_json:
-        print(_document({"devices": [{**asdict(card), "flops": dict(card.flops)} for card in catalogue]}))
+        print(_document({"devices": [_catalogued(card) for card in catalogue]}))
     else:
         tables.devices(tables.console(), catalogue)
     return DONE
@@ -220,7 +251,15 @@ def _memory(request: FileRequest, answer: estimates.Answer) -> int:
     return DONE if answer.fits else DOES_NOT_FIT
 
 
-def _give(request: FileRequest | ReplayRequest, document: dict[str, Any], show: Callable[[Console], None]) -> None:
+def _catalogued(card: hardware.Device) -> dict[str, Any]:
+    values = {**asdict(card), "flops": dict(card.flops)}
+    del values["rates"]  # nobody measured those of the catalogue
+    return values
+
+
+def _give(
+    request: FileRequest | ReplayRequest | CalibrateRequest, document: dict[str, Any], show: Callable[[Console], None]
+) -> None:
     """Write an answer to the file of ``-o``, and print it as a document or as tables."""
     if request.output is not None:
         write_atomically(request.output, _document(document) + "\n")
@@ -232,6 +271,7 @@ def _give(request: FileRequest | ReplayRequest, document: dict[str, Any], show: 
 
 def _train(request: TrainRequest, job: Job) -> int:
     card, budget_bytes = request.card()
+    build.present(card)  # refused before a search and its files, not after
     chosen, predicted = request.chosen(job, card, budget_bytes)
     print(f"plan: {tables.plan_line(chosen)}", file=sys.stderr)
     runs.train(job, chosen, steps=request.steps, run_dir=request.folder(), device=card, predicted=predicted.to_dict())

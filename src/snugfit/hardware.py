@@ -20,6 +20,7 @@ import torch
 
 from snugfit import sizes
 from snugfit.errors import PlanError
+from snugfit.rates import Rates
 
 CONTEXT_BYTES = sizes.GIB // 2
 """What a CUDA process holds outside of the allocator when nobody measured it: the driver's context and loaded kernels.
@@ -73,6 +74,8 @@ class Device:
     "Where the figures come from, and which of them are assumed."
     index: int | None = None
     "Which of this machine's CUDA devices this is; None for one that need not be here."
+    rates: Rates | None = None
+    "What it was measured to reach; None: times rest on the peak rates."
 
     @property
     def torch_device(self) -> torch.device:

@@ -159,7 +159,7 @@ def train(
         predicted=predicted,
         notes=tuple(notes),
     )
-    report = {**asdict(outcome), "seed": job.seed, "device": target.name, "versions": _versions()}
+    report = {**asdict(outcome), "seed": job.seed, "device": target.name, "versions": versions()}
     write_atomically(folder / REPORT, json.dumps(report, indent=2) + "\n")
     return outcome
 
@@ -306,7 +306,7 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     from snugfit import __version__
 
     return {"snugfit": __version__, "torch": torch.__version__, "python": platform.python_version()}

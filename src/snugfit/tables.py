@@ -1,12 +1,13 @@
-"""Tables for people: reports, ladders and the catalogue as text on a terminal.
+"""Tables for people: proofs, runs and the catalogue as text on a terminal.
 
-Entry points: ``ladder``, ``reasons``, ``check``, ``diagnosis``, ``replay``, ``devices`` and ``run``, which print to a
-console, and the JSON documents that stand for them; those of memory are ``memory_tables``'s. Numbers are computed
-elsewhere; this file only chooses columns, units and words.
+Entry points: ``check``, ``diagnosis``, ``replay``, ``devices``, ``rates`` and ``run``, which print to a console, and
+the JSON documents that stand for them; those of memory are ``memory_tables``'s, those of a search ``plan_tables``'.
+Numbers are computed elsewhere; this file only chooses columns, units and words.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -18,8 +19,8 @@ from snugfit.hardware import Device
 from snugfit.memory.replay.replaying import Replay
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory_tables import new_table as _table
-from snugfit.planning.search import PlanReport
 from snugfit.plans import Plan
+from snugfit.rates import OVERHEADS, Rates
 from snugfit.training.checking.check import CheckReport
 from snugfit.training.diagnosing.diagnosis import Diagnosis
 from snugfit.training.norms import listed
@@ -55,47 +56,6 @@ def verdict(report: MemoryReport, budget_bytes: int) -> str:
     return f"{'fits' if report.fits(budget_bytes) else 'does not fit'} ({report.label})"
 
 
-def ladder(out: Console, report: PlanReport, budget_bytes: int) -> None:
-    """Print the rungs, one technique after the other."""
-    table = _table(
-        ("rung", "left"),
-        ("plan", "left"),
-        ("allocated GiB", "right"),
-        ("reserved GiB", "right"),
-        ("needed GiB", "right"),
-        ("fits", "left"),
-        ("time", "right"),
-    )
-    for rung in report.ladder:
-        table.add_row(
-            rung.name,
-            plan_line(rung.plan),
-            sizes.gib(rung.memory.peak_allocated_bytes),
-            sizes.gib(rung.memory.peak_reserved_bytes),
-            sizes.gib(rung.memory.needed_bytes),
-            "yes" if rung.fits else "no",
-            f"{rung.relative_time:.2f}",
-        )
-    memory_report = report.memory
-    out.print(f"device: {memory_report.device}, budget {sizes.text(budget_bytes)}, {memory_report.label}\n")
-    out.print(table)
-    out.print("needed: reserved, context and margin. time: modelled, that of the first rung is 1.")
-
-
-def reasons(out: Console, report: PlanReport) -> None:
-    """Print the chosen plan, each value with its reason, and the runner-up."""
-    out.print(f"\nplan:      {plan_line(report.plan)}")
-    if report.runner_up is not None:
-        out.print(f"runner-up: {plan_line(report.runner_up)}")
-    out.print()
-    table = _table(("value", "left"), ("", "left"), ("reason", "left"))
-    for name, reason in report.reasons.items():
-        value = getattr(report.plan, name)
-        shown = (f"{len(value)} segments" if value else "nothing") if name == "recompute" else str(value)
-        table.add_row(name, shown, reason)
-    out.print(table)
-
-
 def devices(out: Console, catalogue: Sequence[Device]) -> None:
     """Print the catalogue: memory, compute capability, bandwidth and dense rates."""
     table = _table(
@@ -111,6 +71,22 @@ def devices(out: Console, catalogue: Sequence[Device]) -> None:
         table.add_row(device.name, sizes.gib(device.memory_bytes), capability, f"{device.bandwidth / 1e9:.0f}", *rates)
     out.print(table)
     out.print("rates: dense TFLOP/s of the data sheets, accumulation in float32; -: no such rate. Sources: --json")
+
+
+def rates(out: Console, found: Rates) -> None:
+    """Print what a device reached when it was measured."""
+    out.print(f"{found.processor}, {found.threads} threads, torch {found.torch}\n")
+    table = _table(("operation", "left"), ("size", "right"), ("reached", "right"))
+    for kind, curve in found.arithmetic.items():
+        for side, reached in curve:
+            table.add_row(kind, f"{side:.0f}", f"{reached / 1e9:.1f} GFLOP/s")
+    for kind, curve in found.traffic.items():
+        num_bytes, reached = curve[-1]
+        table.add_row(kind, sizes.text(round(num_bytes)), f"{reached / 1e9:.1f} GB/s")
+    for name in OVERHEADS:
+        table.add_row(name.removesuffix("_s").replace("_", " "), "", f"{getattr(found, name) * 1e6:.1f} us")
+    out.print(table)
+    out.print("size: side of a cube of products, or bytes that move; without one: what each takes beside its work")
 
 
 def run(out: Console, report: Mapping[str, Any]) -> None:
@@ -197,31 +173,6 @@ def replay(out: Console, found: Replay) -> None:
     out.print(f"\n{agrees if found.matched else 'prediction and recording part'}")
 
 
-def plan_document(report: PlanReport, budget_bytes: int) -> dict[str, Any]:
-    """What ``ladder`` and ``reasons`` print, as built-in values."""
-    return {
-        "device": report.memory.device,
-        "budget_bytes": budget_bytes,
-        "fits": report.memory.fits(budget_bytes),
-        "plan": report.plan.to_dict(),
-        "runner_up": None if report.runner_up is None else report.runner_up.to_dict(),
-        "reasons": dict(report.reasons),
-        "memory": report.memory.to_dict(),
-        "ladder": [
-            {
-                "name": rung.name,
-                "plan": rung.plan.to_dict(),
-                "memory": rung.memory.to_dict(),
-                "needed_bytes": rung.memory.needed_bytes,
-                "fits": rung.fits,
-                "step_time_s": rung.step_time_s,
-                "relative_time": rung.relative_time,
-            }
-            for rung in report.ladder
-        ],
-    }
-
-
 def error_document(error: SnugfitError) -> dict[str, Any]:
     """A "does not fit" as built-in values: the four parts, and the closest plan where there is one."""
     smallest, plan = getattr(error, "smallest", None), getattr(error, "plan", None)
@@ -243,3 +194,14 @@ def warning(message: str, said: set[str]) -> None:
     if message not in said:
         said.add(message)
         print(f"warning: {message}", file=sys.stderr)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Say on standard error what is being done, as long as it is done; on a terminal only."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("planning") as status:
+        yield status.update

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from snugfit import hardware
 from snugfit.errors import UnsupportedError
@@ -22,7 +22,7 @@ from snugfit.memory.events import Birth, Recording
 from snugfit.memory.reports import MemoryReport, PeakAt
 from snugfit.memory.traces import Trace
 from snugfit.plans import Plan
-from snugfit.training import build, example, random_states, recovery, splitting, updates
+from snugfit.training import build, copies, example, random_states, recovery, splitting, updates
 
 NUM_WINDOWS = 2
 
@@ -67,9 +67,7 @@ def measure(
             expected='"auto", "cpu", or a CUDA device that torch finds here',
             hint="predict instead: snugfit.estimate(job, plan, device)",
         )
-    if isinstance(job.model, nn.Module):
-        given = job.model
-        job = replace(job, model=lambda: build.copied(given))
+    job = copies.on_copies(job)
     with random_states.seeded(job.seed), recovery.memory_errors_named("measuring"):
         return (_measure_on_cuda if target.kind == "cuda" else _measure_on_cpu)(job, plan, target, windows)
 

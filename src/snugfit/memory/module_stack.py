@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from snugfit.memory import torch_private
+from snugfit.memory.events import Border, Recording
 
 
 class ModuleStack:
@@ -25,10 +26,12 @@ class ModuleStack:
 
     Args:
         on_root: Called with each such outermost module when one of its modules runs for the first time.
+        recording: Where modules are entered and left is written down there.
     """
 
-    def __init__(self, on_root: Callable[[nn.Module], None]) -> None:
+    def __init__(self, on_root: Callable[[nn.Module], None], recording: Recording) -> None:
         self._on_root = on_root
+        self._recording = recording
         self._names: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._roots: list[weakref.ref[nn.Module]] = []
         self._prefixes: set[str] = set()
@@ -122,12 +125,14 @@ class ModuleStack:
         self._ids.append(id(module))
         self._running.append(name)
         self._note()
+        self._recording.borders.append(Border(len(self._recording.events), name, True))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         while self._ids and self._ids.pop() != id(module):
             self._running.pop()
         if self._running:
-            self._running.pop()
+            name = self._running.pop()
+            self._recording.borders.append(Border(len(self._recording.events), name, False))
         self._note()
 
     def _note(self) -> None:

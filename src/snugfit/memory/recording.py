@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_hooks
 
 from snugfit.memory import bias_sums, gradient_sums, storage_phases, torch_private
-from snugfit.memory.events import Birth, Call, Recording, tensors_of, work_of
+from snugfit.memory.events import Birth, Call, Recording, has_dimensions, tensors_of, work_of
+from snugfit.memory.host_side import HostSide
 from snugfit.memory.known_values import value_sized
 from snugfit.memory.known_values.values import Values
 from snugfit.memory.module_stack import ModuleStack, Owners
@@ -66,7 +67,8 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         self.values = Values()
         self.outside = Outside()
         self.last_op: Any = ""
-        self._modules = ModuleStack(self.adopt)
+        self._host_side = HostSide(self.place_of)
+        self._modules = ModuleStack(self.adopt, self.recording)
         self._owners = Owners()
 
     @contextmanager
@@ -246,7 +248,7 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         self, func: Any, before: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         # It need not run: autograd's and the optimizers' in-place ones are a half of all.
-        if torch_private.only_writes(func) and self.phase in ("backward", "optimizer") and _has_dimensions(args[0]):
+        if torch_private.only_writes(func) and self.phase in ("backward", "optimizer") and has_dimensions(args[0]):
             return args[0] if func._schema.returns else None
         if torch_private.in_backward() and gradient_sums.is_in_place(func, args, self.made_by):
             return args[0]
@@ -325,7 +327,8 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
                     self.recording.births[index].place = HOST
                 self._watch(storage, key, index)
         if fresh or not torch_private.is_view(func):
-            self.recording.work.append((len(self.recording.events), work_of(func, phase, args, kwargs, result)))
+            work = self._host_side.described(work_of(func, phase, args, kwargs, result), args, place)
+            self.recording.work.append((len(self.recording.events), work))
         if self._on_op is not None:
             self._on_op(Call(name, phase, args, kwargs, result), self)
 
@@ -391,10 +394,5 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
 
     def mark(self, name: str) -> None:
         """Name the present position in the event stream."""
+        self._host_side.mark(name)
         self.recording.marks.append((len(self.recording.events), name))
-
-
-def _has_dimensions(value: Any) -> bool:
-    """Whether a tensor, or the first of a list, is no scalar: of scalars fake tensors may know the value."""
-    first = next(iter(tensors_of(value)), None)
-    return first is not None and first.dim() > 0

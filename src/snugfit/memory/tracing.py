@@ -193,7 +193,8 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
         return step
 
     trace = record(make_step, device, len(windows))
-    trace = replace(trace, assumptions=(*trace.assumptions, *assumptions))
+    recording = places.built_on_host(trace.recording) if device.kind == "cuda" else trace.recording
+    trace = replace(trace, recording=recording, assumptions=(*trace.assumptions, *assumptions))
     if not are_others_like or not leftovers.grows(trace.recording):
         return trace
     missing = plan.accumulation_steps - len(shown)

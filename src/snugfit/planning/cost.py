@@ -1,38 +1,30 @@
-"""How long a step takes on a device: a roofline over its kernels.
+"""How long a step takes on a device: the sum over its operations, at the rates that each kind and size reaches.
 
-Entry points: ``step_time`` and ``breakdown``. Every kernel takes the time of its arithmetic or of its memory traffic,
-whichever is longer. Only ratios between plans on one device deserve trust (modelled, not measured). Left out:
-communication, data loading, host synchronisation, and how the shape of a matrix product suits the hardware.
+Entry points: ``step_time``, ``breakdown``, ``times`` and ``uncertainty``. Rates are those that were measured
+(``Device.rates``, see ``calibration``), else assumed from the device's peaks (``assumed_rates``). Left out:
+communication, data loading, host synchronisation, and which tensors a cache still holds.
+
+NOTE [What an operation costs]
+1. Its work: arithmetic at the rate of its kind, dtype and side, and traffic at the rate of its name and size: the
+   longer of the two on a card, both on a CPU. The side of a product is
+   that of a cube with as many FLOPs per byte: ``1.5 * item size * flops / bytes``. Rates of products depend on little
+   else (measured on a CPU: 8192 x 64 x 64 reaches what 96 cubed does).
+2. Its dispatch: by forward, backward and update; what a recomputation repeats is dispatched like a forward. On a CPU
+   work and dispatch follow each other; on a card the host runs ahead, and the longer of the two counts.
+3. What Python does around it: what begins with it (a window, a micro-batch, the repetition of a segment), keeping
+   track of what is repeated, and the Python mode that it passed. On a CPU that follows too; on a card it is hidden
+   as long as the host as a whole takes less than the card in a phase.
+4. Copies between host and device run beside the other operations of their phase; only what is longer counts.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from snugfit import rates as measured
 from snugfit.hardware import Device
 from snugfit.memory.events import Work
-
-MATMUL_FRACTION = {"float32": 0.75}
-"""Share of the peak rate that large matrix products reach, by dtype; ``TENSOR_CORE_FRACTION`` where not listed.
-
-Published cuBLAS readings for float32 range from 0.70 (RTX 4090), 0.72 (RTX 5060 Ti) and 0.79 (RTX 5090) of the
-peak to 0.94 (RTX 2080 Ti).
-"""
-
-TENSOR_CORE_FRACTION = 0.65
-"""Share of the peak rate of tensor cores that the matrix products of a model reach.
-
-The best shapes reach 0.7 (Titan V) to 0.9 (RTX PRO 6000) and more, a model's own are smaller: assumed. All kernels of
-a step like BERT-large's (batch 32, 512 tokens) then reach 0.33 of the peak of an A100 and 0.50 of that of an RTX 3060.
-"""
-
-BANDWIDTH_FRACTION = 0.8
-"Share of the peak memory bandwidth that streaming kernels reach, assumed."
-
-LAUNCH_S = 4e-6
-"""Time between two kernels when the device waits for the host, which dispatches and launches them; assumed.
-
-The host runs ahead, so that it is hidden behind every kernel that takes longer.
-"""
+from snugfit.planning.assumed_rates import assumed
+from snugfit.rates import OTHER, Rates
 
 EMULATED_SLOWDOWN = {
     ("cuda", "float16"): 1.0,  # no tensor cores: cuBLAS converts to float32 (10.3 of 10.5 TFLOP/s on a GTX 1080 Ti)
@@ -44,14 +36,22 @@ EMULATED_SLOWDOWN = {
 }
 "How many times slower than float32 a dtype is that the device has no rate for; 1 where not listed, never below."
 
+UNCALIBRATED, CALIBRATED = 0.5, 0.2
+"""Relative uncertainty of a step's time.
+
+Without measured rates: whole training steps are published at 0.3 to 0.6 of the peak of one and the same card, and a
+CPU's peak itself is assumed. With them: see ``benchmarks/results/planning_order.md``.
+"""
+
+_LARGE_SIDE = 1e4
+_ITEM_SIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
 
 def step_time(work: Iterable[Work], device: Device, *, tf32: bool = False) -> float:
-    """Predict the time of a step from its kernels, and return it in seconds.
-
-    ``sum(max(flops / reached rate, bytes / reached bandwidth, LAUNCH_S))``.
+    """Predict the time of a step from its operations, and return it in seconds.
 
     Args:
-        work: Kernels of the step.
+        work: Operations of the step.
         device: Where they run.
         tf32: Whether float32 matrix products may use TF32 tensor cores. PyTorch's default
             (``torch.get_float32_matmul_precision() == "highest"``) does not allow it.
@@ -61,28 +61,102 @@ def step_time(work: Iterable[Work], device: Device, *, tf32: bool = False) -> fl
 
 def breakdown(work: Iterable[Work], device: Device, *, tf32: bool = False) -> dict[str, float]:
     """Predict the time of each phase of a step, and return phase to seconds; see ``step_time``."""
-    seconds: dict[str, float] = defaultdict(float)
-    rates: dict[str, float] = {}
-    bandwidth = device.bandwidth * BANDWIDTH_FRACTION
+    rates = device.rates or assumed(device)
+    seconds, copies, host = (defaultdict[str, float](float) for _ in range(3))
+    counts = Counter(work)  # identical blocks are priced once
+    for (kernel, times_run), one in zip(counts.items(), times(counts, device, tf32=tf32), strict=True):
+        (copies if kernel.is_copy else seconds)[kernel.phase] += times_run * one
+        if device.kind != "cpu":
+            host[kernel.phase] += times_run * (_dispatch_seconds(kernel, rates) + _around_seconds(kernel, rates))
+    return {phase: max(seconds[phase], copies[phase], host[phase]) for phase in {**seconds, **copies}}
+
+
+def times(work: Iterable[Work], device: Device, *, tf32: bool = False) -> list[float]:
+    """Predict the seconds of each operation by itself, in order; see the NOTE above for what may be hidden or added."""
+    rates = device.rates or assumed(device)
+    known: dict[Work, float] = {}
+    seconds = []
     for kernel in work:
-        arithmetic = 0.0
-        if kernel.flops:
-            if kernel.dtype not in rates:
-                rates[kernel.dtype] = reached_rate(kernel.dtype, device, tf32=tf32)
-            arithmetic = kernel.flops / rates[kernel.dtype]
-        seconds[kernel.phase] += max(arithmetic, kernel.bytes / bandwidth, LAUNCH_S)
-    return dict(seconds)
+        if kernel not in known:
+            known[kernel] = _seconds(kernel, device.kind, rates, tf32)
+        seconds.append(known[kernel])
+    return seconds
 
 
-def reached_rate(dtype: str, device: Device, *, tf32: bool = False) -> float:
+def uncertainty(device: Device) -> float:
+    """The fraction by which a predicted step time may be off, either way; ratios between plans are off by less."""
+    return UNCALIBRATED if device.rates is None else CALIBRATED
+
+
+def reached_rate(dtype: str, device: Device, *, side: float = _LARGE_SIDE, tf32: bool = False) -> float:
     """Rate in FLOP/s that matrix products of a dtype (``"bfloat16"``) are taken to reach on a device.
 
     A dtype without a rate of its own runs at the float32 rate or slower, never faster.
+
+    Args:
+        dtype: Of both factors.
+        device: Where.
+        side: Of a cube of products, see the NOTE at the top of this file.
+        tf32: See ``step_time``.
     """
-    if dtype in device.flops:
-        reached = device.flops[dtype] * MATMUL_FRACTION.get(dtype, TENSOR_CORE_FRACTION)
-        if dtype == "float32" and tf32:  # no gain on GeForce cards since Ampere, whose TF32 peak is that of float32
-            reached = max(reached, device.flops.get("tf32", 0.0) * TENSOR_CORE_FRACTION)
-        return reached
-    slowdown = EMULATED_SLOWDOWN.get((device.kind, dtype), 1.0)
-    return device.flops["float32"] * MATMUL_FRACTION["float32"] / slowdown
+    return _arithmetic_rate("product", dtype, side, device.kind, device.rates or assumed(device), tf32)
+
+
+def _seconds(kernel: Work, kind: str, rates: Rates, tf32: bool) -> float:
+    if kernel.is_copy and rates.link is not None:
+        return kernel.bytes / 2 / rates.link  # read on one side, written on the other
+    work, dispatch = work_seconds(kernel, kind, rates, tf32=tf32), _dispatch_seconds(kernel, rates)
+    return work + dispatch + _around_seconds(kernel, rates) if kind == "cpu" else max(work, dispatch)
+
+
+def work_seconds(kernel: Work, kind: str, rates: Rates, *, tf32: bool = False) -> float:
+    """Seconds of an operation's arithmetic or traffic alone."""
+    op = kernel.op.partition(".")[0]
+    curve = rates.traffic.get(op, rates.traffic[OTHER])
+    traffic = kernel.bytes / measured.at(curve, kernel.bytes) if kernel.bytes else 0.0
+    if not kernel.flops:
+        return traffic
+    reached = _arithmetic_rate(kind_of(op), kernel.dtype, side_of(kernel), kind, rates, tf32)
+    arithmetic = kernel.flops / reached
+    return arithmetic + traffic if kind == "cpu" else max(arithmetic, traffic)
+
+
+def side_of(kernel: Work) -> float:
+    """The side of a cube of products with as many FLOPs per byte."""
+    return 1.5 * _ITEM_SIZE.get(kernel.dtype, 4) * kernel.flops / max(kernel.bytes, 1)
+
+
+def kind_of(op: str) -> str:
+    """The kind of arithmetic of an operation, as in the keys of ``Rates.arithmetic``."""
+    kind = "attention" if "attention" in op else "convolution" if "convolution" in op else "product"
+    return f"{kind} backward" if op.endswith("backward") else kind
+
+
+def _dispatch_seconds(kernel: Work, rates: Rates) -> float:
+    if kernel.phase == "forward" or kernel.is_repeated:
+        return rates.forward_s
+    is_sum = kernel.op.partition(".")[0].endswith("_")  # of gradients: without a graph, as in an optimizer
+    return rates.backward_s if kernel.phase == "backward" and not is_sum else rates.update_s
+
+
+def _around_seconds(kernel: Work, rates: Rates) -> float:
+    begun = {
+        "window": rates.window_s + rates.micro_step_s,
+        "micro-batch": rates.micro_step_s,
+        "segment": rates.segment_s,
+    }.get(kernel.begins, 0.0)
+    repeated = rates.repeated_s if kernel.is_repeated else 0.0
+    return begun + repeated + (rates.watched_s if kernel.is_watched else 0.0)
+
+
+def _arithmetic_rate(arithmetic: str, dtype: str, side: float, kind: str, rates: Rates, tf32: bool) -> float:
+    curves = rates.arithmetic
+    own = curves.get(f"{arithmetic} {dtype}") or curves.get(f"product {dtype}")
+    if own is None:
+        general = curves.get(f"{arithmetic} float32") or curves["product float32"]
+        return measured.at(general, side) / EMULATED_SLOWDOWN.get((kind, dtype), 1.0)
+    reached = measured.at(own, side)
+    if dtype == "float32" and tf32 and "product tf32" in curves:
+        # No gain on GeForce cards since Ampere, whose TF32 peak is that of float32.
+        reached = max(reached, measured.at(curves["product tf32"], side))
+    return reached

@@ -1,17 +1,22 @@
 """Why a plan is as it is, and why there is none: the sentences that ``plan`` prints.
 
-Entry points: ``reasons`` and ``infeasible``. They read the candidates of a search and decide nothing.
+Entry points: ``reasons``, ``notes`` and ``infeasible``. They read what a search met and decide nothing.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import fields, replace
 
 from torch import nn
 
-from snugfit import hardware, sizes
+from snugfit import sizes
 from snugfit.errors import InfeasibleError
-from snugfit.planning import options
-from snugfit.planning.ladder import Candidate
+from snugfit.hardware import Device
+from snugfit.memory.reports import MemoryReport
+from snugfit.planning import cost, options, units, ways_out
+from snugfit.planning.chain import NOTHING
+from snugfit.planning.joint import JointSearch
+from snugfit.planning.ladder import ACCUMULATION, MIXED_PRECISION, Rung
+from snugfit.planning.ways_out import WayOut
 from snugfit.plans import Plan
 from snugfit.training import norms
 
@@ -19,39 +24,34 @@ _STATIC = ("parameter", "buffer", "gradient", "optimizer")
 
 
 def reasons(
-    chosen: Candidate,
-    considered: Collection[Candidate],
+    plan: Plan,
+    memory: MemoryReport,
     fixed: Collection[str],
     budget_bytes: int,
     precision: options.Option,
     model: nn.Module,
+    joint: JointSearch | None,
 ) -> dict[str, str]:
-    """A sentence for each field of the chosen plan that the search decided or was given."""
-    plan, memory = chosen.plan, chosen.memory
+    """A sentence for each field of the chosen plan that the search decided or was given.
+
+    Args:
+        plan: The chosen plan.
+        memory: What it needs.
+        fixed: Fields that were given.
+        budget_bytes: For peak, context and margin.
+        precision: The lower precision that was looked at.
+        model: The job's model.
+        joint: What other sizes would need; None where nothing had to be searched.
+    """
     coupled = norms.batch_coupled(model)
     found = {field.name: "given" for field in fields(Plan) if field.name in fixed}
     found["batch_size"] = "given; never changed"
     found["world_size"] = "given"
     used = f"{sizes.text(memory.needed_bytes)} of {sizes.text(budget_bytes)} with context and margin"
-    if plan.accumulation_steps == 1:
-        found.setdefault("micro_batch_size", f"the whole batch fits: {used}")
-    else:
-        larger = [c for c in considered if _differs_in_size(c.plan, plan) and not c.fits]
-        next_up = min(larger, key=lambda c: c.plan.micro_batch_size, default=None)
-        beyond = (
-            f"; {next_up.plan.micro_batch_size} would need {sizes.text(next_up.memory.needed_bytes)}" if next_up else ""
-        )
-        found.setdefault("micro_batch_size", f"the fastest size that fits: {used}{beyond}")
-    found.setdefault(
-        "precision", precision.reason if plan.precision == precision.value else "fp32 is the fastest that fits"
-    )
-    if plan.recompute:
-        saved = [c for c in considered if not c.plan.recompute and c.plan.precision == plan.precision]
-        faster = min((c.memory.needed_bytes for c in saved), default=0)
-        why = "without it nothing fits" if saved and faster > budget_bytes else "with it larger micro-batches fit"
-        found.setdefault("recompute", f"{len(plan.recompute)} blocks keep only their inputs: {why}")
-    else:
-        found.setdefault("recompute", "not needed: recomputing would only cost time")
+    found.setdefault("micro_batch_size", _micro_batch(plan, used, budget_bytes, joint))
+    lower = plan.precision == precision.value
+    found.setdefault("precision", precision.reason if lower else "fp32 is the fastest that fits")
+    found.setdefault("recompute", _recompute(plan, model, budget_bytes, joint))
     found.setdefault("optimizer_impl", "the job's own choice is kept")
     found.setdefault(
         "norm_policy",
@@ -62,9 +62,74 @@ def reasons(
     return found
 
 
-def infeasible(smallest: Candidate, budget_bytes: int, device: hardware.Device) -> InfeasibleError:
-    """The error that says what the smallest candidate needs, what is too large, and the way out."""
-    memory, plan = smallest.memory, smallest.plan
+def _micro_batch(plan: Plan, used: str, budget_bytes: int, joint: JointSearch | None) -> str:
+    if plan.accumulation_steps == 1:
+        return f"the whole batch fits: {used}"
+    steps = plan.accumulation_steps - 1
+    larger = replace(plan, micro_batch_size=-(-plan.samples_per_rank // steps), recompute=())
+    if joint is None:
+        return f"the fastest size that fits: {used}"
+    needed = joint.least_needed(larger)
+    beyond = f"{larger.micro_batch_size} needs {sizes.text(needed)} at least, with everything recomputed"
+    if needed <= budget_bytes:
+        beyond = f"{larger.micro_batch_size} would fit with more recomputation, which costs more than it gains"
+    return f"the fastest size that fits: {used}; {beyond}"
+
+
+def _recompute(plan: Plan, model: nn.Module, budget_bytes: int, joint: JointSearch | None) -> str:
+    if not plan.recompute:
+        return "not needed: recomputing would only cost time"
+    if joint is None:
+        return f"{options.describe(plan.recompute)}"
+    chain = joint.chain(plan)
+    plain = joint.choice(plan, chain, chain.all_by(NOTHING), 0)
+    without = joint.needed_bytes(plain)
+    named = len(units.named(model))
+    return (
+        f"{options.describe(plan.recompute)} of {named} units, the cheapest choice that fits; without it micro-batches "
+        f"of {plan.micro_batch_size} need {sizes.text(without)} of {sizes.text(budget_bytes)}"
+    )
+
+
+def pays_with(plan: Plan, flops: int, first: Plan, first_flops: int) -> str:
+    """What a plan costs beside the full batch in full precision."""
+    costs = []
+    if plan.precision != first.precision:
+        costs.append("precision")
+    if plan.accumulation_steps > 1:
+        costs.append(f"{plan.accumulation_steps} smaller micro-batches")
+    if plan.recompute and first_flops:
+        costs.append(f"{max(flops / first_flops - 1, 0):.0%} more computation")
+    return ", ".join(costs) or "nothing"
+
+
+def notes(ladder: Sequence[Rung], chosen: Plan, device: Device) -> tuple[str, ...]:
+    """Where the usual order of the techniques is not the best one here, and how sure the times are."""
+    found = []
+    by_name = {rung.name: rung for rung in ladder}
+    mixed, plain = by_name.get(MIXED_PRECISION), ladder[0]
+    if mixed is not None and mixed.memory.peak_reserved_bytes > plain.memory.peak_reserved_bytes:
+        more = sizes.text(mixed.memory.peak_reserved_bytes - plain.memory.peak_reserved_bytes)
+        found.append(f"mixed precision needs {more} more than fp32 here: autocast keeps a cast copy of the weights")
+    accumulated = by_name.get(ACCUMULATION)
+    if accumulated is not None and accumulated.fits and chosen.recompute:
+        faster = 1 - ladder[-1].step_time_s / accumulated.step_time_s
+        found.append(
+            f"accumulation alone fits, but with recomputation micro-batches can hold {chosen.micro_batch_size} samples "
+            f"instead of {accumulated.plan.micro_batch_size}: {faster:.1%} less time"
+        )
+    if accumulated is not None and accumulated.memory.peak_reserved_bytes > ladder[0].memory.peak_reserved_bytes:
+        found.append("accumulation raises the peak here: gradients stay alive while the next micro-batch runs")
+    if mixed is None and device.kind == "cpu":
+        found.append("no lower precision is proposed: this device multiplies bf16 and fp16 more slowly than fp32")
+    found.append(f"step times are modelled, {cost.uncertainty(device):.0%} either way; ratios between plans are surer")
+    return tuple(found)
+
+
+def infeasible(
+    plan: Plan, memory: MemoryReport, budget_bytes: int, device: Device, ways: Sequence[WayOut]
+) -> InfeasibleError:
+    """The error that says what the plan that needs least needs, what is too large, and the ways out."""
     held = ", ".join(f"{category} {sizes.text(size)}" for category, size in memory.by_category.items())
     static = memory.static_bytes
     beside = memory.context_bytes + memory.margin_bytes
@@ -86,13 +151,10 @@ def infeasible(smallest: Candidate, budget_bytes: int, device: hardware.Device) 
         f"recompute={options.describe(plan.recompute)}): {held}; "
         f"context {sizes.text(memory.context_bytes)}, margin {sizes.text(memory.margin_bytes)}",
         expected=f"peak reserved, context and margin together <= {sizes.text(budget_bytes)}",
-        hint=hint,
+        hint="\n      ".join([hint, *ways_out.sentences(ways)]),
+        ways=tuple(ways),
         smallest=memory,
         plan=plan,
         budget_bytes=budget_bytes,
         static_bytes=static,
     )
-
-
-def _differs_in_size(a: Plan, b: Plan) -> bool:
-    return replace(a, micro_batch_size=1) == replace(b, micro_batch_size=1) and a.micro_batch_size > b.micro_batch_size

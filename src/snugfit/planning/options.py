@@ -1,17 +1,19 @@
-"""What a plan may choose from on a device: precisions and regions to recompute, each with its reason.
+"""What a plan may choose from on a device: precisions and micro-batch sizes, with reasons.
 
-Entry points: ``precisions``, ``recomputations``, ``micro_batch_sizes``. Which of them is taken is ``search``'s.
+Entry points: ``precisions`` and ``micro_batch_sizes``. What may be recomputed is ``units``'; what is taken is
+``search``'s.
 """
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch import nn
-
-from snugfit.errors import PlanError
 from snugfit.hardware import Device
 from snugfit.plans import Segment
-from snugfit.training import checkpointing, precision
+from snugfit.training import precision
+
+FEW_SIZES = 6
+"Micro-batch sizes that are looked at where each needs traces of its own."
+_EVERY_STEP = 16
 
 
 class Option(NamedTuple):
@@ -32,20 +34,6 @@ def precisions(device: Device, fixed: Mapping[str, Any]) -> tuple[Option, ...]:
     return (Option(name, reason),) if name == plain.value else (plain, Option(name, reason))
 
 
-def recomputations(model: nn.Module, fixed: Mapping[str, Any]) -> tuple[Option, ...]:
-    """What to recompute: nothing, or every repeated block."""
-    if "recompute" in fixed:
-        return (Option(tuple(fixed["recompute"]), "given"),)
-    nothing = Option((), "nothing is recomputed")
-    try:
-        blocks = checkpointing.blocks(model)
-    except PlanError:
-        return (nothing,)
-    if not blocks:
-        return (nothing,)
-    return nothing, Option(tuple(blocks), f"each of the {len(blocks)} repeated blocks keeps only its input")
-
-
 def describe(recompute: tuple[Segment, ...]) -> str:
     """Segments in a few words, for tables."""
     return "nothing" if not recompute else f"{len(recompute)} segments"
@@ -56,7 +44,9 @@ def short(precision: str) -> str:
     return "fp32" if precision == "32-true" else precision
 
 
-def micro_batch_sizes(num_samples: int, largest: int) -> tuple[int, ...]:
-    """Sizes up to the largest that are worth timing: the largest itself, even cuts, and divisors of the batch."""
-    even = {-(-num_samples // steps) for steps in range(1, num_samples + 1)}
-    return tuple(sorted({size for size in even if size <= largest} | {largest}, reverse=True))
+def micro_batch_sizes(num_samples: int) -> tuple[int, ...]:
+    """Even cuts of a batch, the whole batch first: every number of micro-batches up to 16, then fewer and fewer."""
+    steps = [*range(1, _EVERY_STEP + 1)]
+    while steps[-1] < num_samples:
+        steps.append(-(-steps[-1] * 5 // 4))
+    return tuple(sorted({-(-num_samples // count) for count in (*steps, num_samples)}, reverse=True))

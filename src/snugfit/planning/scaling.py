@@ -1,25 +1,25 @@
 """One trace for every micro-batch size: event streams whose sizes are affine in the number of samples.
 
 Entry point: ``ScaledTrace.record``. Two traces at different micro-batch sizes give each storage and each kernel a
-constant and a part per sample; any size in between, and any number of micro-batches, is put together from them and
-replayed through the allocator. Rounding happens per storage, after the sum. What is traced for the chosen plan
-itself is exact; this is for the search.
+constant and a part per sample; rounding happens per storage, after the sum. What is traced for the chosen plan itself
+is exact; this is for the search.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from difflib import SequenceMatcher
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from snugfit.errors import SnugfitError
 from snugfit.hardware import Device
 from snugfit.jobs import Job
 from snugfit.memory.events import Birth, Recording, Work
-from snugfit.memory.reports import MemoryReport, margin_bytes
 from snugfit.memory.steps import leftovers
 from snugfit.memory.traces import Trace
 from snugfit.memory.tracing import record_job
-from snugfit.planning import cost
 from snugfit.plans import Plan
 
 
@@ -28,6 +28,13 @@ class NotAffineError(SnugfitError):
 
 
 _Item = TypeVar("_Item", Birth, Work)
+_Kind: TypeAlias = tuple[str, str, str]
+_MOST_LOST = 0.02
+"Share of the bytes of a micro-step that may be without a counterpart at another size."
+_BLOCK_BYTES = 512
+"Blocks of CUDA's caching allocator are multiples of it."
+_WINDOWS = ((0,), (0, 1))
+"One of a single micro-batch, which makes the optimizer's state, and one of two, the second onto gradients."
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +48,34 @@ class ScaledTrace:
     "Bytes per sample of each birth of ``base``."
     work_slopes: tuple[tuple[float, float], ...]
     "FLOPs and bytes per sample of each piece of work of ``base``."
-    second: tuple[int, int]
-    "Events of the second micro-batch of the last window: first and one past the last."
+    steps: tuple[tuple[int, int], ...]
+    "Events of each micro-step of ``base``: first and one past the last."
     adds_up: bool = False
     "Whether what a micro-batch leaves alive is there once for each of them."
 
     @classmethod
-    def record(cls, job: Job, plan: Plan, device: Device, sizes: tuple[int, int]) -> "ScaledTrace":
+    def record(
+        cls, job: Job, plan: Plan, device: Device, sizes: tuple[int, int], windows: Sequence[Sequence[int]] = _WINDOWS
+    ) -> "ScaledTrace":
         """Trace a plan at two micro-batch sizes.
 
         Args:
             job: What is trained.
             plan: Everything but the micro-batch size.
             device: What it is traced for.
-            sizes: Two different micro-batch sizes; the first one is traced in full. Twice the first must not exceed
-                a rank's samples.
+            sizes: Two micro-batch sizes; the first one is traced in full. Equal ones: the trace holds for this size.
+            windows: The micro-batches of each window that is traced in full.
 
         Raises:
             NotAffineError: The operations depend on the micro-batch size.
         """
-        base = record_job(job, replace(plan, micro_batch_size=sizes[0]), device, windows=((0,), (0, 1)))
-        other = record_job(job, replace(plan, micro_batch_size=sizes[1]), device, windows=((0,),))
+        base = record_job(job, replace(plan, micro_batch_size=sizes[0]), device, windows=windows)
         steps = _micro_steps(base.recording)
+        if sizes[0] == sizes[1]:
+            return cls(
+                base, sizes[0], (0.0,) * len(base.recording.births), ((0.0, 0.0),) * len(base.recording.work), steps
+            )
+        other = record_job(job, replace(plan, micro_batch_size=sizes[1]), device, windows=((0,),))
         reference = _micro_steps(other.recording)[0]
         birth_slopes = [0.0] * len(base.recording.births)
         work_slopes = [(0.0, 0.0)] * len(base.recording.work)
@@ -74,66 +87,24 @@ class ScaledTrace:
                 here = base.recording.work[index][1]
                 work_slopes[index] = ((done.flops - here.flops) / distance, (done.bytes - here.bytes) / distance)
         adds_up = leftovers.grows(base.recording)
-        return cls(base, sizes[0], tuple(birth_slopes), tuple(work_slopes), steps[-1], adds_up)
+        return cls(base, sizes[0], tuple(birth_slopes), tuple(work_slopes), steps, adds_up)
 
-    def report(self, micro_batch_size: int, num_micro_batches: int) -> MemoryReport:
-        """The report of a window of that many micro-batches of that size."""
-        return self._trace(micro_batch_size, num_micro_batches).report()
+    def birth_bytes(self, micro_batch_size: int) -> npt.NDArray[np.int64]:
+        """Bytes of the block of every birth of ``base`` at another micro-batch size."""
+        known = np.array([birth.num_bytes for birth in self.base.recording.births])
+        moved = known + np.array(self.birth_slopes) * (micro_batch_size - self.base_size)
+        asked: npt.NDArray[np.int64] = np.maximum(np.rint(moved), 0).astype(np.int64)
+        if self.base.device.kind == "cuda":
+            asked = -(-asked // _BLOCK_BYTES) * _BLOCK_BYTES
+        return asked
 
-    def needed_bytes(self, micro_batch_size: int, num_micro_batches: int) -> int:
-        """``needed_bytes`` of that report, without making it."""
-        reserved = self._trace(micro_batch_size, num_micro_batches).peaks().peak_reserved_bytes
-        device = self.base.device
-        return reserved + device.context_bytes + margin_bytes(reserved, device.name)
-
-    def step_time(self, micro_batch_sizes: Sequence[int]) -> float:
-        """Modelled seconds of one update made of micro-batches of these sizes."""
-        start, end = self.second
-        window = _window_start(self.base.recording)
-        work = self._work(micro_batch_sizes[0])
-        first = [item for position, item in work if window < position <= start or position > end]
-        seconds = cost.step_time(first, self.base.device)
-        for size, times in Counter(micro_batch_sizes[1:]).items():
-            again = [item for position, item in self._work(size) if start < position <= end]
-            seconds += times * cost.step_time(again, self.base.device)
-        return seconds
-
-    def _work(self, micro_batch_size: int) -> list[tuple[int, Work]]:
+    def work(self, micro_batch_size: int) -> list[Work]:
+        """Every piece of work of ``base`` at another micro-batch size."""
         distance = micro_batch_size - self.base_size
         return [
-            (position, item if slopes == (0.0, 0.0) else _moved(item, slopes, distance))
-            for (position, item), slopes in zip(self.base.recording.work, self.work_slopes, strict=True)
+            item if slopes == (0.0, 0.0) else _moved(item, slopes, distance)
+            for (_, item), slopes in zip(self.base.recording.work, self.work_slopes, strict=True)
         ]
-
-    def _trace(self, micro_batch_size: int, num_micro_batches: int) -> Trace:
-        recording = self.base.recording
-        distance = micro_batch_size - self.base_size
-        births = [
-            birth if slope == 0 else replace(birth, num_bytes=max(0, round(birth.num_bytes + slope * distance)))
-            for birth, slope in zip(recording.births, self.birth_slopes, strict=True)
-        ]
-        events, marks = recording.events, recording.marks
-        if num_micro_batches == 1:
-            events, marks = self._without_second()
-        scaled = Recording(births, list(events), list(marks), list(recording.work) if num_micro_batches > 1 else [])
-        if num_micro_batches > 2 and self.adds_up:
-            scaled = leftovers.multiplied(scaled, num_micro_batches - 2)
-        return replace(self.base, recording=scaled)
-
-    def _without_second(self) -> tuple[list[int], list[tuple[int, str]]]:
-        """The stream without the second micro-batch; what the first left dies where the second would have begun."""
-        start, end = self.second
-        events = self.base.recording.events
-        born = {event for event in events[start:end] if event > 0}
-        inherited = [event for event in events[start:end] if event < 0 and -event not in born]
-        later = [event for event in events[end:] if event > 0 or -event not in born]
-        removed = len(events) - start - len(inherited) - len(later)
-
-        def moved(position: int) -> int:
-            return position if position <= start else max(start, position - removed)
-
-        marks = [(moved(p), name) for p, name in self.base.recording.marks if not start <= p < end]
-        return [*events[:start], *inherited, *later], marks
 
 
 def _moved(work: Work, slopes: tuple[float, float], distance: int) -> Work:
@@ -141,11 +112,7 @@ def _moved(work: Work, slopes: tuple[float, float], distance: int) -> Work:
     return work._replace(flops=max(0, work.flops + flops), bytes=max(0, work.bytes + num_bytes))
 
 
-def _window_start(recording: Recording) -> int:
-    return max(position for position, name in recording.marks if name == "window")
-
-
-def _micro_steps(recording: Recording) -> list[tuple[int, int]]:
+def _micro_steps(recording: Recording) -> tuple[tuple[int, int], ...]:
     """Events of each micro-step: from its move to the device to the end of its backward."""
     starts = [position for position, name in recording.marks if name == "micro-batch"]
     steps = []
@@ -154,7 +121,7 @@ def _micro_steps(recording: Recording) -> list[tuple[int, int]]:
         border = min(later, default=len(recording.events))
         backward = (p for p, item in recording.work if start < p <= border and item.phase == "backward")
         steps.append((start, max(backward, default=border)))
-    return steps
+    return tuple(steps)
 
 
 def _births(recording: Recording, step: tuple[int, int]) -> list[tuple[int, Birth]]:
@@ -170,14 +137,34 @@ def _work(recording: Recording, step: tuple[int, int]) -> list[tuple[int, Work]]
 def _pairs(here: list[tuple[int, _Item]], there: list[tuple[int, _Item]]) -> Iterator[tuple[int, _Item]]:
     """Pairs what happens in a micro-step with the same in the reference, which is a window of its own.
 
-    A micro-step of a longer window does a little more (it weighs its loss, adds to gradients): operations without a
-    counterpart keep their size.
+    A micro-step of a longer window does a little more (it weighs its loss, adds to gradients), and some kernels need
+    more at some sizes only: what has no counterpart keeps its size.
+
+    Raises:
+        NotAffineError: Too much of it has none.
     """
-    others = iter(there)
-    _, other = next(others, (0, None))
-    for index, item in here:
-        if other is not None and (item.op, item.phase) == (other.op, other.phase):
-            yield index, other
-            _, other = next(others, (0, None))
-    if other is not None:
+    ours, theirs = [_kind(item) for _, item in here], [_kind(item) for _, item in there]
+    lost = sum(_bytes(item) for _, item in there)
+    whole = lost
+    for start, other, length in _matching(ours, theirs):
+        for (index, _), (_, item) in zip(here[start : start + length], there[other : other + length], strict=True):
+            lost -= _bytes(item)
+            yield index, item
+    if lost > _MOST_LOST * whole:
         raise NotAffineError("the step runs other operations at another micro-batch size")
+
+
+def _matching(ours: list[_Kind], theirs: list[_Kind]) -> list[tuple[int, int, int]]:
+    """Stretches that are the same: where they begin in the one and in the other, and how long they are."""
+    if ours == theirs:
+        return [(0, 0, len(ours))]
+    blocks = SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
+    return [(block.a, block.b, block.size) for block in blocks]
+
+
+def _kind(item: Birth | Work) -> _Kind:
+    return item.op, item.phase, item.module if isinstance(item, Birth) else ""
+
+
+def _bytes(item: Birth | Work) -> int:
+    return item.num_bytes if isinstance(item, Birth) else item.bytes

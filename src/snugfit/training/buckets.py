@@ -7,9 +7,9 @@ NOTE [Buckets]
 1. Torch's optimizers pass by parameters without a gradient, so an update is made for a bucket of parameters after
    another. Without masters only one bucket has fp32 copies then; with masters too temporaries of foreach are as large
    as what is updated.
-2. That is right only for optimizers that treat each parameter by itself, which is known of torch's own. Any other one
-   (global norms, counters in groups, a step of one's own) has one bucket of all parameters, and so has one whose hooks
-   would meet a stand-in without values.
+2. That is right only for optimizers that treat each parameter by itself, which is known of torch's own and torchao's.
+   Any other one (global norms, counters in groups, a step of one's own) has one bucket of all parameters, and so has
+   one whose hooks would meet a stand-in without values.
 3. After an error masters and weights agree, whatever had moved; no gradient and no fp32 copy is left.
 """
 
@@ -25,6 +25,8 @@ BUCKET_BYTES = 2**26
 _NAMES = "SGD Adam AdamW NAdam RAdam Adamax Adadelta Adagrad RMSprop ASGD Rprop Adafactor Muon"
 _ONE_BY_ONE = tuple(getattr(torch.optim, name) for name in _NAMES.split() if hasattr(torch.optim, name))
 "Torch's optimizers that update each parameter from nothing but itself; of subclasses it is not known."
+_TORCHAO = "torchao.optim.adam"
+"Home of torchao's optimizers of low-bit state: one parameter after another, those without a gradient passed by."
 
 _EXPONENT = 0x7F800000
 "Bits of an fp32 number that are all set in inf and NaN only."
@@ -32,7 +34,9 @@ _EXPONENT = 0x7F800000
 
 def takes_parameters_one_by_one(optimizer: torch.optim.Optimizer, method: str) -> bool:
     """Whether an update may be made for some parameters after others."""
-    return type(optimizer) in _ONE_BY_ONE and not _is_called_whole(optimizer, method)
+    kind = type(optimizer)
+    is_known = kind in _ONE_BY_ONE or kind.__module__ == _TORCHAO
+    return is_known and not _is_called_whole(optimizer, method)
 
 
 def step(optimizer: torch.optim.Optimizer, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]], method: str) -> None:

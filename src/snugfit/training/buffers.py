@@ -11,7 +11,7 @@ NOTE [Which buffers are copied]
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +39,21 @@ class Kept:
     @property
     def has_stayed(self) -> bool:
         """Whether it is known to be what it was; False where a change may go unseen."""
-        if self.module._buffers[self.name] is not self.buffer or self.buffer._version != self.version:
-            return False
-        return not _changes_unseen(self.module, self.buffer)
+        return self.is_untouched and not _changes_unseen(self.module, self.buffer)
+
+    @property
+    def may_change_unseen(self) -> bool:
+        """Whether a later forward, in training mode, may change it without counting."""
+        return _is_of_norm(self.module)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether it is the same object, and no change of it was counted."""
+        return self.module._buffers[self.name] is self.buffer and self.buffer._version == self.version
+
+    def without_copy(self) -> "Kept":
+        """The same with no copy of the values."""
+        return replace(self, copy=None)
 
 
 class Keeper:
@@ -50,11 +62,12 @@ class Keeper:
     def __init__(self) -> None:
         self._last: dict[tuple[int, str], tuple[Tensor, int, bool]] = {}
 
-    def take(self, modules: Iterable[nn.Module]) -> list[Kept]:
+    def take(self, modules: Iterable[nn.Module], *, for_repetition: bool = False) -> list[Kept]:
         """Copy what may change.
 
         Args:
             modules: The same ones, in the same order, every time; only buffers of their own are looked at.
+            for_repetition: Whether copies are also used after other forwards, in another mode, have run.
         """
         kept = []
         for i, module in enumerate(modules):
@@ -62,7 +75,8 @@ class Keeper:
                 now = (buffer, buffer._version, module.training)
                 last = self._last.get((i, name))
                 stayed = last is not None and last[0] is buffer and last[1:] == now[1:]
-                needless = stayed and not _changes_unseen(module, buffer)
+                may_change = _changes_unseen(module, buffer) or (for_repetition and _is_of_norm(module))
+                needless = stayed and not may_change
                 kept.append(Kept(module, name, buffer, now[1], None if needless else _written(buffer).clone()))
                 self._last[i, name] = now
         return kept
@@ -99,3 +113,7 @@ def _written(buffer: Tensor) -> Tensor:
 
 def _changes_unseen(module: nn.Module, buffer: Tensor) -> bool:
     return module.training and buffer.is_floating_point() and buffer.numel() <= _SMALL
+
+
+def _is_of_norm(module: nn.Module) -> bool:
+    return module._buffers.get("running_mean") is not None

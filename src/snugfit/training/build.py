@@ -172,14 +172,18 @@ def set_implementation(optimizers: Sequence[torch.optim.Optimizer], implementati
                 group[name] = value
 
 
-def copied(module: nn.Module) -> nn.Module:
+def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A copy of a module that shares nothing with it.
+
+    Args:
+        module: Not changed.
+        memo: See ``copy.deepcopy``; what else is copied with it then refers to the copies.
 
     Raises:
         UnsupportedError: It cannot be copied.
     """
     try:
-        return copy.deepcopy(module)
+        return copy.deepcopy(module, memo)
     except Exception as error:  # whatever the user's classes raise
         if recovery.is_out_of_memory(error):
             raise

@@ -1,8 +1,8 @@
 """Activation checkpointing of modules by name: their saved tensors are dropped and computed again in backward.
 
 Entry points: ``apply`` with the segments that ``every``, ``blocks``, ``segments`` and ``match`` name, and
-``is_recomputing``. Built on torch's non-reentrant form, which keeps random and autocast state. What may be recomputed
-is checked in ``recomputable``; choosing under a budget is the planner's.
+``is_recomputing``. How modules are repeated is ``segment_run``'s, what may be recomputed is checked in
+``recomputable``; choosing under a budget is the planner's.
 """
 
 from collections.abc import Sequence
@@ -62,14 +62,14 @@ class Handle:
 def apply(model: nn.Module, segments: Sequence[Segment]) -> Handle:
     """Recompute segments of a model during backward. The model is changed in place.
 
-    A segment of several modules is run as one: each module but the first must be called with what the one before
-    returned and otherwise with the same arguments. A segment may lie inside of another one, and is then recomputed
+    The modules of a segment are repeated together, in the order in which they were called; what one of them was called
+    with is kept unless an earlier one returned it. A segment may lie inside of another one, and is then recomputed
     within the recomputation of the outer one. Applying the same segments again changes nothing. Models of transformers
     get ``config.use_cache = False`` until the handle is removed: a block that runs again would append to the cache
     again.
 
     Args:
-        model: May be wrapped in DDP; names are those of the plain module.
+        model: May be wrapped in DDP, FSDP, peft or torch.compile; names may be those of the plain model.
         segments: What is recomputed as one unit each.
 
     Returns:
@@ -78,7 +78,7 @@ def apply(model: nn.Module, segments: Sequence[Segment]) -> Handle:
     Raises:
         PlanError: No segment, a name that matches nothing, segments that overlap without one holding the other, or
             an own set of operations that torch does not have.
-        UnsupportedError: A module that is compiled, or that its own library checkpoints already.
+        UnsupportedError: A module of TorchScript, or one that its own library checkpoints already.
     """
     model = unwrapped(model)
     segments = tuple(segments)

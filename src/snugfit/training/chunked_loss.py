@@ -153,7 +153,7 @@ class _Rows(torch.autograd.Function):
                 logits = _logits(hidden[part], narrow, narrow_bias, scale)
                 counted = targets[part] != ignore_index
                 labels = torch.where(counted, targets[part], 0).unsqueeze(1)
-                picked = logits.gather(1, labels).squeeze(1)
+                picked = _picked(logits, labels)
                 smooth = _smoothed(logits, class_weight) if smoothing else None
                 highest = logits.amax(1, keepdim=True)
                 logits.sub_(highest).exp_()
@@ -229,6 +229,24 @@ def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> 
     logits = F.linear(rows, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if scale == 1 else logits.mul_(scale)
+
+
+class LabelError(PlanError, IndexError):
+    """A label that is no class; an ``IndexError`` as ``F.cross_entropy`` raises. A GPU stops at its own assertion."""
+
+
+def _picked(logits: Tensor, labels: Tensor) -> Tensor:
+    try:
+        return logits.gather(1, labels).squeeze(1)
+    except RuntimeError as error:
+        if "out of bounds" not in str(error):
+            raise
+        raise LabelError(
+            "chunked_cross_entropy: a label is no class",
+            got=f"labels from {int(labels.min())} to {int(labels.max())}, those that are ignored left out",
+            expected=f"0 to {logits.shape[1] - 1}, or ignore_index",
+            hint="mark rows that do not count with ignore_index (-100); head and labels need one vocabulary",
+        ) from error
 
 
 def _smoothed(logits: Tensor, class_weight: Tensor | None) -> Tensor:

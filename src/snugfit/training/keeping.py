@@ -121,6 +121,8 @@ class Results:
 
     def __init__(self, seen: Seen) -> None:
         self.seen = seen
+        self.generators: dict[torch.Generator, Tensor] = {}
+        "Generators of a user's own that the forward drew from, and their states before."
         self._kept: dict[Any, list[_Kept | None]] = {}
         self._asked: dict[Any, int] = {}
 
@@ -186,8 +188,8 @@ class Results:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no operation of the set has run."""
-        return not self._kept
+        """Whether nothing has run that need be watched."""
+        return not self._kept and not self.generators
 
 
 class Keeping(torch_private.DispatchMode):  # type: ignore[misc, unused-ignore]
@@ -205,6 +207,9 @@ class Keeping(torch_private.DispatchMode):  # type: ignore[misc, unused-ignore]
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             self._results.protect(_written(func, args, kwargs))
+        generator = kwargs.get("generator")
+        if generator is not None and generator not in self._results.generators:
+            self._results.generators[generator] = generator.get_state()
         values = func(*args, **kwargs)
         if self._results.seen.keeps(func):
             self._results.add(func, args, kwargs, values)

@@ -1,16 +1,19 @@
 """The states of Python's, numpy's and torch's random generators: read, set, and set aside.
 
-Entry points: ``take``, ``restore`` and ``seeded``. Generators that a user made are left out.
+Entry points: ``take``, ``restore`` and ``seeded`` for whole steps, ``of_python``, ``of_torch`` and the contexts that
+put them back for parts of one.
 """
 
+import ctypes
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def take(device: torch.device) -> dict[str, Any]:
@@ -58,9 +61,9 @@ class OfPython:
 
     def is_as(self, other: "OfPython") -> bool:
         """Whether nothing was drawn between the two."""
-        _, keys, position, *_ = self.numpy
-        _, other_keys, other_position, *_ = other.numpy
-        if position != other_position or self.python != other.python:
+        _, keys, *rest = self.numpy
+        _, other_keys, *other_rest = other.numpy
+        if rest != other_rest or self.python != other.python:
             return False
         return bool(np.array_equal(keys, other_keys))
 
@@ -74,6 +77,68 @@ def set_python(states: OfPython) -> None:
     """Set what ``of_python`` read."""
     random.setstate(states.python)
     np.random.set_state(states.numpy)
+
+
+@contextmanager
+def of_python_again(states: OfPython) -> Iterator[None]:
+    """Python's and numpy's random states as they were; afterwards as they are now."""
+    present = of_python()
+    set_python(states)
+    try:
+        yield
+    finally:
+        set_python(present)
+
+
+TorchStates = Sequence[tuple[torch.device, Tensor]]
+
+
+def of_torch(devices: Iterable[torch.device]) -> TorchStates:
+    """The present states of torch's own generators, of the CPU and of some other devices."""
+    own = [(torch.device("cpu"), torch.get_rng_state())]
+    return own + [(device, torch.get_device_module(device).get_rng_state(device)) for device in devices]
+
+
+def set_torch(states: TorchStates) -> None:
+    """Set what ``of_torch`` read."""
+    for device, state in states:
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+def are_same(states: TorchStates, others: TorchStates) -> bool:
+    """Whether nothing was drawn between two readings on the same devices."""
+    return [(device, _bytes(state)) for device, state in states] == [(device, _bytes(s)) for device, s in others]
+
+
+def _bytes(state: Tensor) -> bytes:
+    """What a random state holds, read past torch's dispatcher: where a step is traced that has no values."""
+    return ctypes.string_at(state.data_ptr(), state.nbytes)
+
+
+@contextmanager
+def of_torch_kept(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Whatever is drawn or set in this context, afterwards torch's random states are as they were."""
+    present = of_torch(devices)
+    try:
+        yield
+    finally:
+        set_torch(present)
+
+
+@contextmanager
+def of_generators_again(states: Mapping[torch.Generator, Tensor]) -> Iterator[None]:
+    """Generators of a user's own as they were; afterwards as they are now."""
+    present = {generator: generator.get_state() for generator in states}
+    for generator, state in states.items():
+        generator.set_state(state)
+    try:
+        yield
+    finally:
+        for generator, state in present.items():
+            generator.set_state(state)
 
 
 @contextmanager

@@ -38,8 +38,10 @@ def modules_of(model: nn.Module, segments: Sequence[Segment]) -> tuple[dict[str,
             )
         if segment.policy != "offload":
             keeping.operations(segment.policy)
-    _refuse_compiled(model, segments)
+    _refuse_scripted(model, segments)
     known = dict(model.named_modules())
+    for name, module in list(known.items()):
+        known.setdefault(segments_of.without_wrappers(name), module)
     names = list(dict.fromkeys(name for segment in segments for name in segment.modules))
     missing = [name for name in names if name not in known]
     if missing:
@@ -110,21 +112,19 @@ def _refuse_others(model: nn.Module, modules: dict[str, nn.Module]) -> None:
             )
 
 
-def _refuse_compiled(model: nn.Module, segments: Sequence[Segment]) -> None:
-    """Refuse modules whose forward has been compiled, or lies inside of one that was."""
+def _refuse_scripted(model: nn.Module, segments: Sequence[Segment]) -> None:
+    """Refuse modules that are TorchScript, or lie inside of it: it does not call Python forwards."""
     wanted = {name for segment in segments for name in segment.modules}
     for name, module in model.named_modules(remove_duplicate=False):
-        is_scripted = isinstance(module, torch.jit.ScriptModule)
-        is_compiled = isinstance(getattr(module, "_orig_mod", None), nn.Module)
-        if not (is_scripted or is_compiled or getattr(module, "_compiled_call_impl", None) is not None):
+        if not isinstance(module, torch.jit.ScriptModule):
             continue
         inside = sorted(one for one in wanted if not name or one == name or one.startswith(f"{name}."))
         if inside:
             raise UnsupportedError(
-                "compiled modules are not recomputed: what stands in for a forward would be compiled with it",
+                "modules of TorchScript are not recomputed: what stands in for a forward would not be called",
                 got=f"{name or 'the model itself'}, a {type(module).__name__}, and segments of {inside[0]}"
                 + (f" and {len(inside) - 1} more" if len(inside) > 1 else ""),
-                expected="segments of modules that are neither compiled nor inside of a compiled one",
-                hint="leave recompute out: the compiler decides what to recompute; or do not compile these modules",
+                expected="segments of modules that are neither scripted nor inside of a scripted one",
+                hint="script the model after training, or leave recompute out",
                 names=tuple(inside),
             )

@@ -1,7 +1,7 @@
-"""What is the same in a recomputation as in the forward it repeats: buffers, kept results; how code tells them apart.
+"""What is the same in a recomputation as in the forward it repeats: random and autocast state, buffers, modes, results.
 
-Entry points: ``is_recomputing``, and the contexts that ``checkpointing`` hands to torch. torch's random and autocast
-state are torch's own; those of Python and numpy, and training modes, are put back here.
+Entry points: ``is_recomputing``, and the contexts ``FirstForward`` and ``repetition`` of a module of a segment. What
+its arguments were is ``inputs``'s, what its weights were ``guarding``'s.
 
 NOTE [Buffers of a recomputed segment]
 1. Backward runs the segment's forward again; running statistics and counters in buffers must not move again.
@@ -9,10 +9,12 @@ NOTE [Buffers of a recomputed segment]
    segment are swapped for copies of their values before the first forward, and swapped back afterwards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar, Token
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from snugfit.training import random_states
@@ -27,6 +29,14 @@ def is_recomputing() -> bool:
     return _recomputing.get()
 
 
+_watched: ContextVar[bool] = ContextVar("snugfit_watched", default=False)
+
+
+def is_watched() -> bool:
+    """Whether the calling code runs in the forward of a segment that keeps results."""
+    return _watched.get()
+
+
 _last: list[tuple[str, ...]] = [()]
 "Of the segment that was repeated last, on whatever thread backward ran."
 
@@ -37,88 +47,139 @@ def last_repeated() -> tuple[str, ...]:
 
 
 class FirstForward:
-    """Context of a segment's forward: copies the buffers that it may change, and keeps results.
+    """Context of one forward of a module of a segment: notes what its repetition must find again.
 
     Args:
-        modules: The modules of the segment.
-        keeper: Of the segment, for all its forwards.
+        module: Of the segment.
+        parameters: Of the module.
+        keeper: Of its buffers, for all its forwards.
         seen: Which operations' results are kept, and what is known of them.
+        devices: Where it computes.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], keeper: Keeper, seen: Seen) -> None:
-        self._modules, self._keeper, self._seen = modules, keeper, seen
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Iterable[nn.Parameter],
+        keeper: Keeper,
+        seen: Seen,
+        devices: Iterable[torch.device],
+    ) -> None:
+        self._keeper, self._seen = keeper, seen
+        self._modules = list(module.modules())
         self.kept: list[Kept] = []
-        self.modes: list[tuple[nn.Module, bool]] = []
+        "Buffers that the forward changed, or that another one may change unseen."
+        self.stayed: list[Kept] = []
+        "The others, of which there is no copy."
+        self.modes = [(module, module.training) for module in self._modules]
         "Modules of the segment, and whether each was in training mode."
+        self.trains = [(parameter, parameter.requires_grad) for parameter in parameters]
+        "Parameters, and whether gradients were recorded for each."
+        self.autocasts = [_autocast(kind) for kind in {"cpu", *(device.type for device in devices)}]
+        self.device = torch.get_default_device()
         self.drawn: random_states.OfPython | None = None
         "Random states of Python and numpy before a forward that drew from them."
         self.results: Results | None = None if seen.is_empty else Results(seen)
         self._mode: Any = None if self.results is None else Keeping(self.results)
+        self._watching: Token[bool] | None = None
 
     def __enter__(self) -> None:
-        inner = [inner for module in self._modules for inner in module.modules()]
-        self.kept = self._keeper.take(inner)
-        self.modes = [(module, module.training) for module in inner]
+        self.kept = self._keeper.take(self._modules, for_repetition=True)
         self.drawn = random_states.of_python()
         if self._mode is not None:
+            self._watching = _watched.set(True)
             self._mode.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if self._mode is not None and self.results is not None:
             self._mode.__exit__(kind, error, trace)
+            if self._watching is not None:
+                _watched.reset(self._watching)
             if self.results.is_empty and kind is None:
                 self._seen.is_empty, self.results = True, None
-        self._mode = None
+        self._mode = self._watching = None
         if self.drawn is not None and random_states.of_python().is_as(self.drawn):
             self.drawn = None  # the forward drew nothing, so neither does its repetition
-        self.kept = [kept for kept in self.kept if not kept.has_stayed]
+        self.stayed = [kept.without_copy() for kept in self.kept if kept.has_stayed and not kept.may_change_unseen]
+        self.kept = [kept for kept in self.kept if not kept.has_stayed or kept.may_change_unseen]
 
 
-class Recomputation:
-    """Context of a recomputation: swaps the buffers that the forward changed, and hands kept results out.
-
-    Entered once per backward.
+@contextmanager
+def repetition(first: FirstForward, names: tuple[str, ...]) -> Iterator[None]:
+    """Context of a repetition: everything is as it was when the forward began, and afterwards as it is now.
 
     Args:
-        forward: The context of the forward that is repeated.
+        first: The context of the forward that is repeated.
         names: Of the segment's modules.
     """
+    token = _recomputing.set(True)
+    _last[0] = names
+    try:
+        with ExitStack() as stack:
+            if first.drawn is not None:
+                stack.enter_context(random_states.of_python_again(first.drawn))
+            stack.enter_context(_modes(first))
+            stack.enter_context(_buffers(first.kept))
+            for autocast in first.autocasts:
+                stack.enter_context(torch.autocast(**autocast))
+            if first.device != torch.get_default_device():
+                stack.enter_context(first.device)
+            if first.results is not None:
+                stack.enter_context(_handed_out(first.results))
+            yield
+    finally:
+        _recomputing.reset(token)
 
-    def __init__(self, forward: FirstForward, names: tuple[str, ...]) -> None:
-        self._forward, self._names = forward, names
-        self._entered: list[tuple[Token[bool], list[Tensor | None], Any]] = []
-        self._outside: list[tuple[list[tuple[nn.Module, bool]], random_states.OfPython | None]] = []
 
-    def __enter__(self) -> None:
-        drawn = self._forward.drawn
-        present_modes = [(module, module.training) for module, _ in self._forward.modes]
-        self._outside.append((present_modes, None if drawn is None else random_states.of_python()))
-        for module, training in self._forward.modes:
+@contextmanager
+def _modes(first: FirstForward) -> Iterator[None]:
+    modes = [(module, module.training) for module, _ in first.modes]
+    trains = [(parameter, not was) for parameter, was in first.trains if parameter.requires_grad != was]
+    try:
+        for module, training in first.modes:
             module.training = training
-        if drawn is not None:
-            random_states.set_python(drawn)
-        present = [kept.module._buffers[kept.name] for kept in self._forward.kept]
-        results = self._forward.results
-        mode = None if results is None else HandingOut(results)
-        self._entered.append((_recomputing.set(True), present, mode))
-        for kept in self._forward.kept:
-            value = kept.buffer if kept.value is None else kept.value
-            kept.module._buffers[kept.name] = value.detach().clone()
-        if mode is not None and results is not None:
-            results.begin()
-            mode.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        token, present, mode = self._entered.pop()
-        _last[0] = self._names
-        if mode is not None and self._forward.results is not None:
-            mode.__exit__(*raised)
-            self._forward.results.end()
-        for kept, buffer in zip(self._forward.kept, present, strict=True):
-            kept.module._buffers[kept.name] = buffer
-        modes, drawn = self._outside.pop()
+        for parameter, now in trains:
+            parameter.requires_grad_(not now)
+        yield
+    finally:
         for module, training in modes:
             module.training = training
-        if drawn is not None:
-            random_states.set_python(drawn)
-        _recomputing.reset(token)
+        for parameter, now in trains:
+            parameter.requires_grad_(now)
+
+
+@contextmanager
+def _buffers(of_forward: list[Kept]) -> Iterator[None]:
+    present = [kept.module._buffers[kept.name] for kept in of_forward]
+    try:
+        for kept in of_forward:
+            value = kept.buffer if kept.value is None else kept.value
+            kept.module._buffers[kept.name] = value.detach().clone()
+        yield
+    finally:
+        for kept, buffer in zip(of_forward, present, strict=True):
+            kept.module._buffers[kept.name] = buffer
+
+
+@contextmanager
+def _handed_out(results: Results) -> Iterator[None]:
+    results.begin()
+    try:
+        with random_states.of_generators_again(results.generators), HandingOut(results):
+            yield
+    finally:
+        results.end()
+
+
+def _autocast(kind: str) -> dict[str, Any]:
+    return {
+        "device_type": kind,
+        "enabled": torch.is_autocast_enabled(kind),
+        "dtype": torch.get_autocast_dtype(kind),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
+
+
+def devices_of(tensors: Iterable[Tensor]) -> set[torch.device]:
+    """The devices of some tensors, beside the CPU."""
+    return {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}

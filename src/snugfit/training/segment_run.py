@@ -1,164 +1,193 @@
-"""The modules of one segment, run as one: their forwards are replaced until the segment is taken off again.
+"""The modules of one segment: their forwards are replaced until the segment is taken off again.
 
 Entry points: ``Run`` and ``Forward``, which ``checkpointing`` installs. What a policy keeps is ``keeping``'s, what it
-moves to the host ``offloading``'s.
+moves to the host ``offloading``'s, how saved tensors are dropped and made again ``regions``'s.
+
+NOTE [A run of several modules]
+1. Every module runs when it is called and returns what is its own. Code between the modules, hooks included, runs once,
+   and what it saves stays saved.
+2. What a later module is called with is not kept where it is what an earlier one returned, untouched; all else is.
+   So a chain keeps the input of its first module, and code that puts something in between keeps that.
+3. Backward repeats the calls in their order, each from what was kept or made just now, with its own random state.
+4. A pass begins with the first of the modules that is called and ends with the last one. A module that is called again,
+   or before one that has run, begins another pass.
 
 NOTE [Segments inside of segments]
 A module that begins or belongs to two segments has two forwards, the outer one over the inner one; the outer one's own
 chain calls the inner one. Inner segments are therefore installed first and removed last.
 """
 
+import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from snugfit.errors import UnsupportedError
+from snugfit.errors import warn
 from snugfit.plans import Segment
-from snugfit.training import containing, offloading
+from snugfit.training import containing, offloading, random_states, recomputation, torch_private
 from snugfit.training.buffers import Keeper
+from snugfit.training.guarding import Guard
 from snugfit.training.holders import Holders
+from snugfit.training.inputs import Inputs, Made
 from snugfit.training.keeping import Seen, operations
-from snugfit.training.recomputation import FirstForward, Recomputation
-
-_last_handed: list[Any] = []
-"Weak reference to what the last run handed out before its end; the next run finds it gone, or it was kept."
+from snugfit.training.recomputation import FirstForward
+from snugfit.training.regions import Region
 
 
 class Run:
-    """The modules of one segment, run as one by the first of them."""
+    """The modules of one segment, which are repeated together."""
 
     def __init__(self, segment: Segment, modules: list[nn.Module]) -> None:
         self.segment, self.modules = segment, modules
-        self.forwards: list[Callable[..., Any]] = []
-        self._keeper = Keeper()
-        self._seen = Seen(() if segment.policy == "offload" else operations(segment.policy))
-        self._pending: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None
-        self._result: Any = None
-        self._version = 0
-        self._handed: list[weakref.ref[Any]] = []
+        self.has_warned = False
 
-    def begin(self, *args: Any, **kwargs: Any) -> Any:
-        """Run all modules; the later ones then only hand the result through."""
-        self._refuse_kept(_last_handed)
-        self._pending, self._handed = None, []
-        if not self._needs_gradient(args, kwargs):
-            result = self._chain(*args, **kwargs)  # frozen: nothing is saved, so nothing need be repeated
-        elif self.segment.policy == "offload":
-            with offloading.saved_on_host(self.modules):
-                result = self._chain(*args, **kwargs)
-        else:
-            result = self._recomputed(args, kwargs)
-        if len(self.modules) == 1:
-            return result
-        self._result, self._version = result, result._version if isinstance(result, Tensor) else 0
-        return self._handed_out(args[1:], kwargs)
+    def begin(self, position: int) -> "_Pass":
+        """The pass that a call of a module belongs to."""
+        reference = _open.passes.get(self)
+        found = None if reference is None else reference()
+        if found is None or position <= found.position:
+            found = _Pass(self.segment.modules)
+            _open.passes[self] = weakref.ref(found)
+        found.position = position
+        return found
 
-    def hand_through(self, position: int, *args: Any, **kwargs: Any) -> Any:
-        """The result of the whole run, for a later module of it."""
-        pending = self._pending
-        if position == len(self.modules) - 1:
-            self._pending = None
-        fits = (
-            pending is not None
-            and len(args) == 1 + len(pending[1])
-            and all(a is b for a, b in zip(args, (pending[0], *pending[1]), strict=True))
-            and (not isinstance(args[0], Tensor) or args[0]._version == self._version)
-            and kwargs.keys() == pending[2].keys()
-            and all(kwargs[key] is pending[2][key] for key in kwargs)
-        )
-        if not fits:
-            raise self._not_a_chain(
-                position,
-                "a call with other arguments than the first module's, or with another input than the result of the "
-                "module before, or one that was written into",
-            )
-        if position < len(self.modules) - 1:
-            return self._handed_out(args[1:], kwargs)
-        self._refuse_kept(self._handed[:-1])
-        _last_handed[:] = self._handed[-1:]
-        result, self._result = self._result, None
+    def end(self, position: int | None = None) -> None:
+        """A module has run, or the pass is given up."""
+        if position is None or position == len(self.modules) - 1:
+            reference = _open.passes.pop(self, None)
+            found = None if reference is None else reference()
+            if found is not None:
+                found.close()
+
+    def warn_once(self, message: str) -> None:
+        """Warn of something about the segment, the first time."""
+        if not self.has_warned:
+            self.has_warned = True
+            warn(message)
+
+
+class _Open(threading.local):
+    """The pass through each run that a thread is in the middle of, as long as it has saved anything."""
+
+    def __init__(self) -> None:
+        self.passes: weakref.WeakKeyDictionary[Run, weakref.ref[_Pass]] = weakref.WeakKeyDictionary()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A repetition begins passes of its own: of runs inside of the one that is repeated."""
+        own, self.passes = self.passes, weakref.WeakKeyDictionary()
+        try:
+            yield
+        finally:
+            self.passes = own
+
+
+_open = _Open()
+
+
+class _Pass:
+    """One pass through the modules of a segment."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.position = -1
+        "Of the module that ran last."
+        self._calls: list[_Call] = []
+        self._left: random_states.TorchStates = ()
+        "Random states behind the module that ran last."
+        self._results: dict[int, tuple[weakref.ref[Tensor], int, Made]] = {}
+        self._names = names
+        self._region: weakref.ref[Region] | None = None
+        "Refers to this pass, and lives as long as the graph that it is part of."
+
+    def run(
+        self, forward: "Forward", parameters: list[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a module, and keep what its repetition needs."""
+        devices = recomputation.devices_of((*containing.tensors((args, kwargs)), *parameters[:1]))
+        states = random_states.of_torch(devices)
+        first = FirstForward(forward.module, parameters, forward.keeper, forward.seen, devices)
+        is_same = random_states.are_same(states, self._left)
+        call = _Call(forward, Inputs(args, kwargs, self._made_by), first, parameters, () if is_same else states)
+        self._calls.append(call)
+        after = torch_private.watched(forward.module, (*args, *kwargs.values()))
+        region = None if self._region is None else self._region()
+        if region is None:
+            region = Region(self.repeat, self._names)
+            self._region = weakref.ref(region)
+        with region.forward(), first:
+            result = forward.plain(*args, **kwargs)
+        after()
+        if len(forward.run.modules) > 1:
+            self._left = random_states.of_torch(devices)
+        number = len(self._calls) - 1
+        for index, tensor in enumerate(containing.tensors(result)):
+            self._results[id(tensor)] = weakref.ref(tensor), tensor._version, Made(number, index)
         return result
 
-    def _handed_out(self, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result as what comes out of a module before the last: an object of its own, so that keeping it shows."""
-        result = self._result
-        if isinstance(result, Tensor):
-            result = result.view_as(result)
-            self._handed.append(weakref.ref(result))
-        self._pending = (result, others, kwargs)
-        return result
+    def close(self) -> None:
+        """No module of this pass will run any more."""
+        self._left = ()
+        self._results.clear()
 
-    def _refuse_kept(self, handed: list["weakref.ref[Any]"]) -> None:
-        if any(reference() is not None for reference in handed):
-            _last_handed.clear()
-            raise self._not_a_chain(
-                0, "code that keeps what comes out between the modules, which is the end of the run"
-            )
+    def repeat(self) -> None:
+        """Run all calls again; what one makes is held until the last call that takes it has begun."""
+        calls = self._calls
+        last_use = {made: number for number, call in enumerate(calls) for made in call.inputs.made}
+        made: dict[Made, Tensor] = {}
+        devices = {device for call in calls for device, _ in call.states if device.type != "cpu"}
+        with _open.apart(), random_states.of_torch_kept(devices):
+            for number, call in enumerate(calls):
+                needed = {one: made[one] for one in call.inputs.made}
+                made = {one: tensor for one, tensor in made.items() if last_use[one] > number}
+                result = call.again(needed)
+                for index, tensor in enumerate(containing.tensors(result)):
+                    if Made(number, index) in last_use:
+                        made[Made(number, index)] = tensor
+                del needed, result
 
-    def _recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        forward = FirstForward(self.modules, self._keeper, self._seen)
-        number, names = len(args), tuple(kwargs)
-        values = (*args, *kwargs.values())
-        # A forward may add to a list that it is given; its repetition starts from what the list held before.
-        containers = [None if isinstance(value, Tensor) else containing.copied(value) for value in values]
-        guard = containing.Guard(self.segment.modules, self.modules, containers)
-        if not any(isinstance(value, Tensor) for value in values):
-            values += tuple(parameter.detach() for parameter in list(self.modules[0].parameters())[:1])
-        is_first = True
+    def _made_by(self, tensor: Tensor) -> Made | None:
+        reference, version, made = self._results.get(id(tensor), (None, 0, None))
+        is_it = reference is not None and reference() is tensor and tensor._version == version
+        return made if is_it else None
 
-        def run(*values: Any) -> Any:
-            nonlocal is_first
-            if not is_first:
-                self._refuse_unfinished()
-                guard.check()
-                values = tuple(
-                    a if isinstance(a, Tensor) else containing.copied(b)
-                    for a, b in zip(values, containers, strict=False)
-                )
-            is_first = False
-            return self._chain(*values[:number], **dict(zip(names, values[number:], strict=False)))
 
-        # torch finds the device whose random state it keeps among positional arguments only
-        return checkpoint(
-            run,
-            *values,
-            use_reentrant=False,
-            context_fn=lambda: (forward, Recomputation(forward, self.segment.modules)),
-        )
+class _Call:
+    """One call of one module.
 
-    def _chain(self, *args: Any, **kwargs: Any) -> Any:
-        value = self.forwards[0](*args, **kwargs)
-        for position, forward in enumerate(self.forwards[1:], start=1):
-            try:
-                value = forward(value, *args[1:], **kwargs)
-            except (AttributeError, TypeError) as error:
-                if isinstance(value, Tensor):
-                    raise
-                raise self._not_a_chain(position, f"a module before it returns a {type(value).__name__}") from error
-        return value
+    Args:
+        forward: Of the module.
+        inputs: Of the call.
+        first: The context of the call.
+        parameters: Of the module.
+        states: torch's random states before it, unless those are what the call before left.
+    """
 
-    def _refuse_unfinished(self) -> None:
-        self._refuse_kept(self._handed)
-        if self._pending is not None:
-            raise self._not_a_chain(len(self.modules) - 1, "a forward that ended without calling it")
+    def __init__(
+        self,
+        forward: "Forward",
+        inputs: Inputs,
+        first: FirstForward,
+        parameters: list[nn.Parameter],
+        states: random_states.TorchStates,
+    ) -> None:
+        self.inputs, self.states = inputs, states
+        self._forward, self._first = forward, first
+        self._guard = Guard(forward.name, forward.module, parameters)
 
-    def _not_a_chain(self, position: int, got: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"the modules of a segment are not a chain: {self.segment.modules[position]}",
-            got=got,
-            expected="output of one module handed to the next as it is, other arguments the same objects",
-            hint="make one segment of each module",
-            module=self.segment.modules[position],
-        )
-
-    def _needs_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        if any(parameter.requires_grad for module in self.modules for parameter in module.parameters()):
-            return True
-        return any(tensor.requires_grad for tensor in containing.tensors((*args, *kwargs.values())))
+    def again(self, made: Mapping[Made, Tensor]) -> Any:
+        """Run the module as it ran, with what earlier calls have made."""
+        unshard: Any = getattr(self._forward.module, "unshard", None)
+        if unshard is not None and self._guard.is_sharded:
+            unshard()  # FSDP2's own hooks have done so for the last module of a run only
+        self._guard.check(self._first.stayed)
+        args, kwargs = self.inputs.again(made, self._forward.name)
+        random_states.set_torch(self.states)
+        with recomputation.repetition(self._first, self._forward.segment.modules):
+            return self._forward.plain(*args, **kwargs)
 
 
 class Forward:
@@ -168,15 +197,21 @@ class Forward:
         self.run, self.position, self.module = run, position, module
         self.own: Callable[..., Any] | None = module.__dict__.get("forward")
         self.holders = Holders()
+        self.keeper = Keeper()
+        self.seen = Seen(() if run.segment.policy == "offload" else operations(run.segment.policy))
 
     @property
     def segment(self) -> Segment:
         """The segment that this forward belongs to."""
         return self.run.segment
 
+    @property
+    def name(self) -> str:
+        """Of the module."""
+        return self.segment.modules[self.position]
+
     def install(self) -> None:
         """Stand in for the module's forward, over what stands there already."""
-        self.run.forwards.append(self.plain)
         self.module.__dict__["forward"] = self
 
     def uninstall(self) -> None:
@@ -196,11 +231,39 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward, as part of its segment where gradients are recorded."""
+        if torch.compiler.is_compiling():
+            return _uncompiled(self, args, kwargs)
         if not torch.is_grad_enabled():
+            self.run.end()
             return self.plain(*args, **kwargs)
-        if self.position == 0:
-            return self.run.begin(*args, **kwargs)
-        return self.run.hand_through(self.position, *args, **kwargs)
+        parameters = list(self.module.parameters())
+        if not any(tensor.requires_grad for tensor in (*parameters, *containing.tensors((args, kwargs)))):
+            return self.plain(*args, **kwargs)  # frozen: nothing is saved, so nothing need be repeated
+        if self.segment.policy == "offload":
+            if parameters and offloading.is_on_host(parameters[0]):
+                self.run.warn_once(
+                    "segments are offloaded to the host, where their tensors are already: nothing is moved, and no "
+                    "memory saved; leave them out on the CPU, or recompute them"
+                )
+            with offloading.saved_on_host([self.module]):
+                return self.plain(*args, **kwargs)
+        try:
+            result = self.run.begin(self.position).run(self, parameters, args, kwargs)
+        except BaseException:
+            self.run.end()
+            raise
+        self.run.end(self.position)
+        return result
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+def _uncompiled(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a module of a segment as it is, from within what is compiled."""
+    forward.run.warn_once(
+        "segments that are recomputed run uncompiled inside of a compiled model; compile the modules themselves, "
+        "model.layers[0] = torch.compile(model.layers[0]), or leave recompute out where the compiler is to decide"
+    )
+    return forward(*args, **kwargs)
 
 
 def present(module: nn.Module) -> Iterator[Forward]:

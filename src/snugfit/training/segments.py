@@ -8,6 +8,7 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,11 @@ from snugfit.plans import Segment
 
 _SIMILAR_SHARE = 0.125
 "A repeated container is taken beside the largest if it holds at least this share of its parameters."
+
+_IN_BETWEEN = ("_orig_mod", "_fsdp_wrapped_module")
+"What torch's wrappers call the module inside of them, wherever they lie."
+_IN_FRONT = (("module",), ("base_model", "model"))
+"What DDP and peft call the model that they hold."
 
 
 def blocks(model: nn.Module, policy: str = "full") -> tuple[Segment, ...]:
@@ -30,14 +36,14 @@ def blocks(model: nn.Module, policy: str = "full") -> tuple[Segment, ...]:
 
 
 def every(model: nn.Module, k: int, policy: str = "full") -> tuple[Segment, ...]:
-    """One segment per k-th block, counted from the first.
+    """One segment per k-th block of each chain, counted from its first.
 
     Raises:
-        PlanError: k below 1 or above the number of blocks.
+        PlanError: k below 1 or above the number of blocks of the longest chain.
     """
-    names = [segment.modules[0] for segment in blocks(model)]
-    _check_range("k", k, len(names))
-    return tuple(Segment((name,), policy) for name in names[::k])
+    chains = _chains(unwrapped(model))
+    _check_range("k", k, max(map(len, chains)))
+    return tuple(Segment((name,), policy) for chain in chains for name in chain[::k])
 
 
 def segments(model: nn.Module, n: int | None = None, policy: str = "full") -> tuple[Segment, ...]:
@@ -127,6 +133,15 @@ def similar(wanted: str, names: Collection[str]) -> tuple[str, ...]:
     return tuple(f'"*{leaf}"' for leaf in difflib.get_close_matches(end, ends, n=2))
 
 
+def without_wrappers(name: str) -> str:
+    """A module's name in the model that DDP, FSDP, peft or torch.compile have wrapped."""
+    parts = [part for part in name.split(".") if part not in _IN_BETWEEN]
+    for prefix in _IN_FRONT:
+        if parts[: len(prefix)] == list(prefix):
+            parts = parts[len(prefix) :]
+    return ".".join(parts)
+
+
 def _around(name: str) -> list[str]:
     """The names of the modules that a module lies in: ``a`` and ``a.b`` for ``a.b.c``."""
     parts = name.split(".")
@@ -140,25 +155,47 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 def _chains(model: nn.Module) -> list[tuple[str, ...]]:
     """The repeated containers worth recomputing, as the names of their children."""
-    found: list[tuple[str, type, int, tuple[str, ...]]] = []
-    for name, module in model.named_modules():
-        kinds = {type(child) for child in module.children()}
-        outer = any(name == other[0] or name.startswith(f"{other[0]}.") or not other[0] for other in found)
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) >= 2 and len(kinds) == 1 and not outer:
-            size = sum(parameter.numel() for parameter in module.parameters())
-            prefix = f"{name}." if name else ""
-            found.append((name, kinds.pop(), size, tuple(f"{prefix}{i}" for i, _ in module.named_children())))
+    found = _containers(model, at_least=2)
+    if not found:  # one block may be run again and again (ALBERT)
+        least = _SIMILAR_SHARE * sum(parameter.numel() for parameter in model.parameters())
+        found = [container for container in _containers(model, at_least=1) if 0 < least <= container.num_weights]
     if not found:
         raise PlanError(
             "the model has no repeated blocks",
             got=type(model).__name__,
-            expected="an nn.ModuleList or nn.Sequential of at least two children of one class",
-            hint='name the modules yourself: snugfit.checkpointing.match(model, "*.attn")',
+            expected="an nn.ModuleList or nn.Sequential of at least two children of one class, or of one child with "
+            "many of the weights",
+            hint='name the modules yourself: snugfit.checkpointing.match(model, "*.attn"), --recompute "match:*.attn"',
         )
-    largest = max(found, key=lambda container: container[2])
-    return [
-        names for _, kind, size, names in found if kind is largest[1] or size >= _SIMILAR_SHARE * max(largest[2], 1)
-    ]
+    largest = max(found, key=lambda container: container.num_weights)
+    least = _SIMILAR_SHARE * max(largest.num_weights, 1)
+    return [one.children for one in found if one.kind is largest.kind or one.num_weights >= least]
+
+
+@dataclass(frozen=True, slots=True)
+class _Container:
+    """Modules of one class in an ``nn.ModuleList`` or ``nn.Sequential``."""
+
+    name: str
+    kind: type
+    num_weights: int
+    children: tuple[str, ...]
+
+
+def _containers(model: nn.Module, at_least: int) -> list[_Container]:
+    """The outermost containers of so many modules of one class."""
+    found: list[_Container] = []
+    for name, module in model.named_modules():
+        kinds = {type(child) for child in module.children()}
+        is_inside = any(name == other.name or name.startswith(f"{other.name}.") or not other.name for other in found)
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < at_least or len(kinds) != 1:
+            continue
+        if not is_inside:
+            prefix = f"{name}." if name else ""
+            children = tuple(f"{prefix}{i}" for i, _ in module.named_children())
+            size = sum(parameter.numel() for parameter in module.parameters())
+            found.append(_Container(name, kinds.pop(), size, children))
+    return found
 
 
 def _check_range(name: str, value: int, limit: int) -> None:

@@ -1,6 +1,7 @@
 """What is not public in torch and that the training room needs: constant random numbers, and torch's checkpoint calls.
 
-Entry points: ``Steady`` and ``checkpoint_calls``, used by checks only, ``in_backward`` and ``is_inside_transform``.
+Entry points: ``Steady`` and ``checkpoint_calls``, used by checks only, ``in_backward``, ``current_backward`` and
+``is_inside_transform``.
 ``tests/test_check_canaries.py`` and ``tests/test_running_statistics.py`` hold a canary for each.
 """
 
@@ -194,6 +195,12 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def current_backward() -> int | None:
+    """The number of the backward that the calling thread is inside of."""
+    number = int(torch._C._current_graph_task_id())
+    return None if number == -1 else number
+
+
 def is_inside_transform(tensor: Tensor) -> bool:
     """Whether a tensor is one that ``torch.func`` (vmap, grad and so on) is mapping over: its values cannot be read."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
@@ -217,6 +224,7 @@ def checkpoint_calls(around: Callable[[CheckpointCall], Callable[[], None]], *, 
         plain: Whether nothing is recomputed: every checkpointed function is then called as it is.
     """
     reentrant = _checkpoint.CheckpointFunction
+    _watching.append(around)
     name = next(name for name in _GENERATORS if hasattr(_checkpoint, name))
     original = getattr(_checkpoint, name)
     takes_tuple = name == _GENERATORS[0]
@@ -241,11 +249,28 @@ def checkpoint_calls(around: Callable[[CheckpointCall], Callable[[], None]], *, 
             after()
             return result
 
-    with (
-        mock.patch.object(_checkpoint, name, watched),
-        mock.patch.object(_checkpoint, "CheckpointFunction", Reentrant),
-    ):
-        yield
+    try:
+        with (
+            mock.patch.object(_checkpoint, name, watched),
+            mock.patch.object(_checkpoint, "CheckpointFunction", Reentrant),
+        ):
+            yield
+    finally:
+        _watching.remove(around)
+
+
+_watching: list[Callable[[CheckpointCall], Callable[[], None]]] = []
+
+
+def watched(function: Any, arguments: tuple[Any, ...]) -> Callable[[], None]:
+    """Show the forward of a segment of our own to whoever watches checkpoints; what is returned is called after it."""
+    after = [around(CheckpointCall(function, True, arguments)) for around in _watching]
+
+    def end() -> None:
+        for one in after:
+            one()
+
+    return end
 
 
 # --- modes under a segment, for keeping.py ---

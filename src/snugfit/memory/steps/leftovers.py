@@ -5,6 +5,7 @@ Left out: single numbers, such as the losses that an engine keeps until the wind
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,6 +31,12 @@ def grows(recording: Recording) -> bool:
     return bool(_left(recording))
 
 
+def added_bytes(recording: Recording) -> Iterator[int]:
+    """What every further micro-batch of the last window adds, by piece."""
+    for left in _left(recording)[-1:]:
+        yield from left.num_bytes.values()
+
+
 def multiplied(recording: Recording, times: int) -> Recording:
     """The recording as if so many more micro-batches had run before the second one of each window.
 
@@ -53,7 +60,8 @@ def multiplied(recording: Recording, times: int) -> Recording:
         stream += events[position : position + 1]
     marks = [(moved[position], name) for position, name in recording.marks]
     work = [(moved[position], item) for position, item in recording.work]
-    return Recording(births, stream, marks, work)
+    borders = [border._replace(position=moved[border.position]) for border in recording.borders]
+    return Recording(births, stream, marks, work, borders)
 
 
 def _left(recording: Recording) -> list[_Left]:

@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from snugfit.memory.recording import Recorder
-from snugfit.memory.steps import transformers_rules
+from snugfit.memory.steps import torchao_rules, transformers_rules
 
 
 @contextmanager
 def as_with_real_tensors(recorder: Recorder) -> Iterator[None]:
     """Let libraries take the way that they take with real tensors."""
-    with transformers_rules.rules(recorder.made_by, recorder.values.read, recorder.assume):
+    with (
+        transformers_rules.rules(recorder.made_by, recorder.values.read, recorder.assume),
+        torchao_rules.rules(recorder.assume),
+    ):
         yield

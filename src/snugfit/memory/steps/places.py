@@ -117,7 +117,19 @@ def on_device_only(recorder: Any) -> Recording:
     recording: Recording = recorder.recording
     if not recorder.places.names_device:
         return recording
-    hosted = {i + 1 for i, birth in enumerate(recording.births) if birth.place == HOST}
+    return _without(recording, {i + 1 for i, birth in enumerate(recording.births) if birth.place == HOST})
+
+
+def built_on_host(recording: Recording) -> Recording:
+    """A job's recording without what building the model makes and drops: ``build`` converts it before it is moved."""
+    first = next(position for position, name in recording.marks if name == "window")
+    gone = {-event for event in recording.events[:first] if event < 0}
+    births = recording.births
+    dropped = {i + 1 for i, birth in enumerate(births) if birth.phase == "build" and i + 1 in gone}
+    return _without(recording, dropped)
+
+
+def _without(recording: Recording, hosted: set[int]) -> Recording:
     if not hosted:
         return recording
     kept_before = [0]
@@ -128,4 +140,5 @@ def on_device_only(recorder: Any) -> Recording:
         [event for event in recording.events if abs(event) not in hosted],
         [(kept_before[position], name) for position, name in recording.marks],
         [(kept_before[position], work) for position, work in recording.work],
+        [border._replace(position=kept_before[border.position]) for border in recording.borders],
     )

@@ -1,0 +1,349 @@
+"""Chooses a plan: climbs the ladder, lets the joint search choose, and traces what it chooses as it is.
+
+Entry point: ``Search``. Where a trace needs more than the chain of units predicted, the choice is made again in less
+room; where it needs much less, once more in all of it.
+"""
+
+import gc
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from snugfit import hardware, sizes
+from snugfit.errors import BatchError, PlanError, SnugfitError, UnsupportedError
+from snugfit.jobs import Job
+from snugfit.memory import tracing
+from snugfit.memory.events import Work
+from snugfit.memory.reports import MemoryReport
+from snugfit.memory.traces import Trace
+from snugfit.planning import cost, explain, options, scale, ways_out
+from snugfit.planning.joint import ANY, BLOCKS, NONE, Choice, JointSearch, family_of
+from snugfit.planning.ladder import ACCUMULATION, CHECKPOINTING, CHOSEN, FULL_BATCH, MIXED_PRECISION, Candidate, Rung
+from snugfit.planning.plan_report import PlanReport
+from snugfit.plans import Plan
+from snugfit.training import fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """A plan and its own trace."""
+
+    plan: Plan
+    trace: Trace
+    memory: MemoryReport
+    fits: bool
+    step_time_s: float
+    flops: int
+
+
+class Search:
+    """One search: what was traced so far and what was chosen with it."""
+
+    def __init__(
+        self,
+        job: Job,
+        device: str | hardware.Device,
+        batch_size: int,
+        budget: str | int | None,
+        world_size: int,
+        fixed: Mapping[str, Any],
+        allow: Collection[str],
+        progress: Callable[[str], None],
+    ) -> None:
+        self.job, self.allow, self.progress = job, tuple(allow), progress
+        self.device = hardware.resolve(device)
+        self.budget_bytes = self.device.memory_bytes if budget is None else sizes.parse(budget)
+        self.fixed = dict(fixed)
+        whole = Plan(**{"micro_batch_size": 1, **self.fixed, "batch_size": batch_size, "world_size": world_size})
+        given = "micro_batch_size" in self.fixed
+        first = whole if given else replace(whole, micro_batch_size=whole.samples_per_rank)
+        self.model = tracing.skeleton(job)
+        self.first = replace(first, fingerprint=first.fingerprint or fingerprint.of(self.model))
+        self.precisions = options.precisions(self.device, self.fixed)
+        self.joint = JointSearch(job, self.device, self.first, self.fixed, self.model, self.budget_bytes)
+        self.traced: dict[Plan, _Traced] = {}
+
+    def run(self) -> PlanReport:
+        """Climb the ladder, then choose among all plans."""
+        plain = replace(self.first, precision=self.precisions[0].value)
+        mixed = replace(self.first, precision=self.precisions[-1].value)
+        rungs = [(f"{FULL_BATCH}, {options.short(plain.precision)}", self._exact(plain))]
+        if mixed != plain:
+            rungs.append((MIXED_PRECISION, self._exact(mixed)))
+        if not rungs[-1][1].fits and "recompute" not in self.fixed:
+            rungs += self._middle_rungs(mixed)
+        elif not rungs[-1][1].fits and "micro_batch_size" not in self.fixed:
+            rungs.append((ACCUMULATION, self._by_itself(mixed, ANY)))
+        chosen, choice = self._choose([mixed, plain] if mixed != plain else [mixed], rungs)
+        if all(traced.plan != chosen.plan for _, traced in rungs):
+            rungs.append((CHOSEN, chosen))
+        return self._report(chosen, choice, rungs)
+
+    def _middle_rungs(self, mixed: Plan) -> list[tuple[str, _Traced]]:
+        """Accumulation by itself, then with every block recomputed."""
+        found = []
+        for name, recompute in ((ACCUMULATION, NONE), (CHECKPOINTING, BLOCKS)):
+            if recompute == NONE and ("micro_batch_size" in self.fixed or mixed.samples_per_rank == 1):
+                continue
+            if recompute == BLOCKS and not self.joint.names:
+                continue
+            found.append((name, self._by_itself(mixed, recompute)))
+            if found[-1][1].fits:
+                break
+        return found
+
+    def _by_itself(self, like: Plan, recompute: str) -> _Traced:
+        """The fastest plan of a family that fits by its own trace; the one that needs least if none does."""
+        self.progress("units of the model")
+        for _ in range(_MOST_OF_A_RUNG):
+            choice = self.joint.best(like, recompute)
+            if choice is None:
+                break
+            traced = self._attempt(choice)
+            if traced is None:
+                continue
+            self._learn(choice, traced)
+            if traced.fits:
+                return traced
+        while (traced := self._attempt(self.joint.smallest(like, recompute))) is None:
+            pass
+        return traced
+
+    def _choose(self, families: Sequence[Plan], rungs: Sequence[tuple[str, _Traced]]) -> tuple[_Traced, Choice | None]:
+        """The fastest plan that fits by its own trace.
+
+        Raises:
+            InfeasibleError: None does.
+        """
+        fitting = [traced for _, traced in rungs if traced.fits]
+        best = min(fitting, key=lambda traced: traced.step_time_s, default=None)
+        chosen: Choice | None = None
+        if best is not None and best.plan.accumulation_steps == 1 and not best.plan.recompute:
+            return best, None  # nothing runs less
+        for _ in range(_MOST_TRACES):
+            choice = self._next(families, best)
+            if choice is None:
+                break
+            traced = self._attempt(choice)
+            if traced is None:  # a run of units that is no chain after all
+                continue
+            better = traced.fits and (best is None or traced.step_time_s < best.step_time_s)
+            if better:
+                best, chosen = traced, choice
+            self._learn(choice, traced)
+            if traced.fits and not self._has_room(choice, traced):
+                break
+        if best is None:
+            raise self._infeasible(families)
+        return best, chosen
+
+    def _next(self, families: Sequence[Plan], best: _Traced | None) -> Choice | None:
+        """The fastest choice of all families that was not traced yet and is faster than what is known to fit."""
+        found: list[Choice] = []
+        for family in families:
+            known = min((choice.step_time_s for choice in found), default=float("inf"))
+            whole = self.traced.get(family)
+            if whole is not None and whole.step_time_s >= known:
+                continue  # even the whole batch at once, with nothing recomputed, is slower
+            self.progress(f"micro-batches and segments, {options.short(family.precision)}")
+            for like in self.joint.variants(family):
+                choice = self.joint.best(like)
+                if choice is not None:
+                    found.append(choice)
+        found = [choice for choice in found if choice.plan not in self.traced]
+        found = [choice for choice in found if best is None or choice.step_time_s < best.step_time_s * _FASTER]
+        return min(found, key=lambda choice: choice.step_time_s, default=None)
+
+    def _attempt(self, choice: Choice) -> _Traced | None:
+        """The choice traced as it is; None where it cannot run, which is remembered.
+
+        Its micro-batches are too small for BatchNorm, or units that are recomputed as one are no chain.
+        """
+        try:
+            return self._exact(choice.plan)
+        except BatchError:
+            if choice.plan.micro_batch_size in self.joint.too_small:
+                raise
+            self.joint.too_small.add(choice.plan.micro_batch_size)
+            return None
+        except (UnsupportedError, PlanError):
+            if not self.joint.runs or not any(span.option is None for span in choice.spans):
+                raise
+            self.joint.runs = False
+            return None
+
+    def _learn(self, choice: Choice, traced: _Traced) -> None:
+        """Remember by how much the chain's prediction was off: blocks and their order, runs."""
+        beyond = traced.memory.peak_reserved_bytes - choice.allocated_bytes
+        known = self.joint.surplus.get(choice.family, 0)
+        if not traced.fits:  # never twice the same room
+            beyond = max(beyond, known + (traced.memory.needed_bytes - self.budget_bytes))
+        self.joint.surplus[choice.family] = beyond
+
+    def _has_room(self, choice: Choice, traced: _Traced) -> bool:
+        """Whether a plan that fits was chosen in much less room than there is."""
+        if choice.plan.accumulation_steps == 1 and not choice.plan.recompute:
+            return False
+        unused = self.budget_bytes - traced.memory.needed_bytes
+        return unused > _MUCH * self.budget_bytes
+
+    def _exact(self, plan: Plan) -> _Traced:
+        """A plan traced as it is."""
+        if plan not in self.traced:
+            self.progress(f"trace: {options.short(plan.precision)}, micro-batch {plan.micro_batch_size}")
+            gc.collect()  # the last trace's tensors hold each other
+            trace = tracing.record_job(self.job, plan, self.device)
+            work = whole_window(trace, plan)
+            report = trace.report()
+            self.traced[plan] = _Traced(
+                plan=plan,
+                trace=trace,
+                memory=report,
+                fits=report.fits(self.budget_bytes),
+                step_time_s=cost.step_time(work, self.device),
+                flops=sum(item.flops for item in work),
+            )
+        return self.traced[plan]
+
+    def _infeasible(self, families: Sequence[Plan]) -> SnugfitError:
+        for like in families:
+            choice = self.joint.smallest(like)
+            if choice.plan not in self.traced:
+                self._attempt(choice)
+        smallest = min(self.traced.values(), key=lambda traced: traced.memory.needed_bytes)
+        self.progress("ways out")
+        ways = ways_out.ways_out(
+            self.job,
+            smallest.plan,
+            self.device,
+            self.budget_bytes,
+            allow=self.allow or None,
+            step_time_s=smallest.step_time_s,
+            model=self.model,
+        )
+        return explain.infeasible(smallest.plan, smallest.memory, self.budget_bytes, self.device, ways)
+
+    def _report(self, chosen: _Traced, choice: Choice | None, rungs: list[tuple[str, _Traced]]) -> PlanReport:
+        first = rungs[0][1]
+        ladder = tuple(
+            Rung(
+                name=name,
+                plan=traced.plan,
+                memory=traced.memory,
+                fits=traced.fits,
+                step_time_s=traced.step_time_s,
+                relative_time=traced.step_time_s / first.step_time_s,
+                samples_per_s=traced.plan.batch_size / traced.step_time_s,
+                flops=traced.flops,
+                pays_with=explain.pays_with(traced.plan, traced.flops, first.plan, first.flops),
+            )
+            for name, traced in rungs
+        )
+        reasons = explain.reasons(
+            chosen.plan,
+            chosen.memory,
+            self.fixed,
+            self.budget_bytes,
+            self.precisions[-1],
+            self.model,
+            self.joint if choice is not None else None,
+        )
+        return PlanReport(
+            plan=chosen.plan,
+            runner_up=self._runner_up(chosen),
+            ladder=ladder,
+            frontier=self._frontier(chosen),
+            contenders=self._contenders(chosen),
+            reasons=reasons,
+            memory=chosen.memory,
+            step_time_s=chosen.step_time_s,
+            budget_bytes=self.budget_bytes,
+            notes=explain.notes(ladder, chosen.plan, self.device),
+            advice=scale.advice(
+                chosen.plan, chosen.memory, self.device, self.model, max_grad_norm=self.job.max_grad_norm
+            ),
+            trace=chosen.trace,
+        )
+
+    def _runner_up(self, chosen: _Traced) -> Plan | None:
+        others = [
+            traced
+            for traced in self.traced.values()
+            if traced.fits and (traced.plan.precision, traced.plan.recompute) != _kind(chosen.plan)
+        ]
+        return min(others, key=lambda traced: traced.step_time_s).plan if others else None
+
+    def _contenders(self, chosen: _Traced) -> tuple[Candidate, ...]:
+        """The plans worth trying out: those that were traced, and the choices at other sizes."""
+        found = {traced.plan: _as_candidate(traced) for traced in self.traced.values() if traced.fits}
+        for choice in self.joint.contenders.values():
+            if choice.plan not in self.traced and self.joint.needed_bytes(choice) <= self.budget_bytes:
+                found[choice.plan] = self._candidate(choice)
+        return tuple(sorted(found.values(), key=lambda one: (one.plan != chosen.plan, one.step_time_s)))
+
+    def _candidate(self, choice: Choice) -> Candidate:
+        needed = self.joint.needed_bytes(choice)
+        return Candidate(
+            plan=choice.plan,
+            needed_bytes=needed,
+            peak_allocated_bytes=choice.allocated_bytes,
+            fits=needed <= self.budget_bytes,
+            step_time_s=choice.step_time_s,
+        )
+
+    def _frontier(self, chosen: _Traced) -> tuple[Candidate, ...]:
+        """What the chains say of other budgets, and every plan that was traced."""
+        found = [_as_candidate(traced) for traced in self.traced.values()]
+        if family_of(chosen.plan) in self.joint.known_families:
+            for choice in self.joint.frontier(chosen.plan, _FRONTIER_SIZES):
+                candidate = self._candidate(choice)
+                is_untried = candidate.fits and candidate.step_time_s < chosen.step_time_s
+                if choice.plan not in self.traced and not is_untried:
+                    found.append(candidate)
+        return _undominated(found, chosen.plan)
+
+
+_MOST_TRACES = 6
+"Choices that are traced before the search is content with what fits."
+_MOST_OF_A_RUNG = 3
+_FASTER = 0.995
+"Ratio of step times below which another trace is worth making."
+_MUCH = 0.04
+"Share of the budget that is worth another trace."
+_FRONTIER_SIZES = 6
+"Micro-batch sizes of a frontier."
+
+
+def whole_window(trace: Trace, plan: Plan) -> list[Work]:
+    """The work of all micro-batches of a window, of which a trace runs two full ones and the tail."""
+    work = list(trace.work)
+    starts = trace.micro_batch_starts
+    missing = plan.accumulation_steps - len(starts)
+    if missing <= 0:
+        return work
+    last_backward = max(i for i, item in enumerate(work) if item.phase == "backward")
+    return work + work[starts[1] : (*starts, last_backward + 1)[2]] * missing
+
+
+def _as_candidate(traced: _Traced) -> Candidate:
+    return Candidate(
+        plan=traced.plan,
+        needed_bytes=traced.memory.needed_bytes,
+        peak_allocated_bytes=traced.memory.peak_allocated_bytes,
+        fits=traced.fits,
+        step_time_s=traced.step_time_s,
+        memory=traced.memory,
+    )
+
+
+def _kind(plan: Plan) -> tuple[Any, ...]:
+    return plan.precision, plan.recompute
+
+
+def _undominated(candidates: Sequence[Candidate], chosen: Plan) -> tuple[Candidate, ...]:
+    """The candidates that no other beats in both time and memory, the chosen one always among them."""
+    frontier: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.step_time_s, c.needed_bytes, c.plan != chosen)):
+        if candidate.plan == chosen or not frontier or candidate.needed_bytes < frontier[-1].needed_bytes:
+            frontier.append(candidate)
+    return tuple(frontier)

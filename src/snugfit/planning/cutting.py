@@ -1,0 +1,190 @@
+"""Cuts a recorded micro-step into a chain of elements, units and what lies between them, and measures each.
+
+Entry points: ``cut`` and ``measure``. Forward is cut where modules are entered and left; backward where the first node
+of an element runs, which autograd takes in reverse order. What the measures mean for a chain is ``chain``'s.
+
+NOTE [What an element keeps]
+1. Kept is what forward made, up to an element's end, and what is alive when its backward begins, less what is still
+   alive when the backward of the element before it begins. So a tensor between two elements counts where it is needed:
+   an input belongs to the element that keeps it, a skip connection to the one that takes it.
+2. Static is what is alive at an element's beginning beside what the elements before it keep; its input is part of it
+   in forward, and the gradient of its output in backward.
+3. Held is what forward leaves for the rest of forward only: casts of weights that autocast remembers.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from snugfit.memory.events import Recording
+
+Sizes = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """A unit of the chain or, without a name, what runs between two of them; intervals are of event positions."""
+
+    unit: str
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """What an element needs in one trace, in bytes, and how long its kernels run, in nanoseconds."""
+
+    kept_bytes: int
+    held_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    forward_static_bytes: int
+    backward_static_bytes: int
+    forward_ns: int
+    backward_ns: int
+
+
+def cut(recording: Recording, step: tuple[int, int], names: Sequence[str]) -> tuple[Element, ...]:
+    """Cut a micro-step at the units with these names.
+
+    A unit that does not run exactly once is not told apart from its surroundings.
+
+    Args:
+        recording: Where the step is.
+        step: Event positions at which the micro-step begins and ends.
+        names: Units; those inside of another one are ignored.
+
+    Returns:
+        Elements in forward order; the first and the last have no name.
+    """
+    forward_end = min(p for p, name in recording.marks if name == "forward end" and step[0] <= p <= step[1])
+    spans = _forward_spans(recording, step[0], forward_end, frozenset(names))
+    backward = _backward_spans(recording, forward_end, step[1], [name for name, _, _ in spans])
+    worked = [position for position, _ in recording.work]
+
+    def is_idle(start: int, end: int) -> bool:  # something may be freed there
+        runs = bisect_right(worked, start) < bisect_right(worked, end)
+        return not runs and all(event < 0 for event in recording.events[start:end])
+
+    found: list[Element] = []
+    left_at, begun = step[0], step[1]  # where the element before was left in forward, and begins in backward
+    for (name, entered, left), (start, end) in zip(spans, backward, strict=True):
+        if found and is_idle(left_at, entered):
+            end = begun
+            found[-1] = replace(found[-1], forward=(found[-1].forward[0], entered))
+        else:
+            found.append(Element("", (left_at, entered), (end, begun)))
+        found.append(Element(name, (entered, left), (start, end)))
+        left_at, begun = left, start
+    found.append(Element("", (left_at, forward_end), (forward_end, begun)))
+    return tuple(found)
+
+
+def _forward_spans(recording: Recording, start: int, end: int, names: frozenset[str]) -> list[tuple[str, int, int]]:
+    """Name and interval of each unit that is entered once, in the order in which they are."""
+    entered: list[tuple[str, int]] = []
+    spans: list[tuple[str, int, int]] = []
+    for position, module, is_entered in recording.borders:
+        if position < start or position > end or module not in names:
+            continue
+        if is_entered:
+            entered.append((module, position))
+        elif entered and entered[-1][0] == module:
+            name, begun = entered.pop()
+            if not entered:
+                spans.append((name, begun, position))
+    calls = [name for name, _, _ in spans]
+    return [span for span in spans if calls.count(span[0]) == 1]
+
+
+def _backward_spans(recording: Recording, start: int, end: int, units: Sequence[str]) -> list[tuple[int, int]]:
+    """Where the backward of each unit begins and ends: later units first, none begins before a later one has."""
+    place = {name: number for number, name in enumerate(units)}
+    known: dict[str, int] = {}
+
+    def unit_of(module: str) -> int:
+        if module not in known:
+            parts = module.split(".")
+            prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+            known[module] = next((place[prefix] for prefix in prefixes if prefix in place), -1)
+        return known[module]
+
+    first, last = [end] * len(units), [start] * len(units)
+    entered = [(border.position, border.module) for border in recording.borders if start <= border.position < end]
+    born = [
+        (position, recording.births[recording.events[position] - 1].module)
+        for position in range(start, end)
+        if recording.events[position] > 0
+    ]
+    for position, module in (*entered, *born):
+        number = unit_of(module)
+        if number >= 0:
+            first[number], last[number] = min(first[number], position), max(last[number], position + 1)
+    spans: list[tuple[int, int]] = []
+    latest = start
+    for number in reversed(range(len(units))):
+        latest = max(latest, first[number])
+        spans.append((latest, max(last[number], latest)))
+    spans.reverse()
+    return [
+        (begin, min(finish, spans[number - 1][0] if number else end)) for number, (begin, finish) in enumerate(spans)
+    ]
+
+
+def measure(recording: Recording, elements: Sequence[Element], sizes: Sizes, work_ns: Sizes) -> tuple[Measures, ...]:
+    """Measure the elements of a micro-step.
+
+    Args:
+        recording: Where they are.
+        elements: What ``cut`` gave.
+        sizes: Bytes of each birth of the recording.
+        work_ns: Time of each piece of its work.
+    """
+    events = np.asarray(recording.events, dtype=np.int64)
+    index = np.abs(events) - 1
+    alive = np.concatenate(([0], np.cumsum(np.sign(events) * sizes[index])))
+    death = np.full(len(sizes), len(events) + 1, dtype=np.int64)
+    death[index[events < 0]] = np.nonzero(events < 0)[0]
+    positions = [position for position, _ in recording.work]
+    spent = np.concatenate(([0], np.cumsum(work_ns)))
+
+    def time(span: tuple[int, int]) -> int:
+        return int(spent[bisect_right(positions, span[1])] - spent[bisect_right(positions, span[0])])
+
+    def highest(span: tuple[int, int]) -> int:
+        return int(alive[span[0] : span[1] + 1].max())
+
+    head = elements[-1].forward[0]
+    kept_before = 0
+    found = []
+    start = elements[0].forward[0]
+    for number, element in enumerate(elements):
+        begins = element.backward[0]
+        kept = _alive(events[start : element.forward[1]], death, begins, sizes) - kept_before
+        after = elements[number + 1].backward[0] if number + 1 < len(elements) else begins
+        own = events[slice(*element.forward)]
+        held = _alive(own, death, head, sizes) - _alive(own, death, max(after, head), sizes)
+        rise = highest(element.backward) - int(alive[begins])
+        found.append(
+            Measures(
+                kept_bytes=kept,
+                held_bytes=held if element.forward[1] <= head else 0,
+                forward_bytes=highest(element.forward) - int(alive[element.forward[0]]),
+                backward_bytes=kept + rise,
+                forward_static_bytes=int(alive[element.forward[0]]) - kept_before,
+                backward_static_bytes=int(alive[begins]) - kept_before - kept,
+                forward_ns=time(element.forward),
+                backward_ns=time(element.backward),
+            )
+        )
+        kept_before += kept
+    return tuple(found)
+
+
+def _alive(events: Sizes, death: Sizes, moment: int, sizes: Sizes) -> int:
+    """Bytes of what was born in a stretch of events and is alive at a later moment."""
+    born = events[events > 0] - 1
+    return int(sizes[born[death[born] >= moment]].sum())

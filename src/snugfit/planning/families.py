@@ -1,0 +1,283 @@
+"""All plans that differ in the micro-batch and in what is recomputed only: their chain of units at any size.
+
+Entry point: ``Family``. It turns what a probe measured into the units of ``chain``, and an answer of the solvers into
+the segments of a plan. Which plan is taken is the search's.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+
+from snugfit.memory.events import Work
+from snugfit.memory.steps import leftovers
+from snugfit.planning import cost, units
+from snugfit.planning.chain import NOTHING, Option, Span, Unit
+from snugfit.planning.cutting import Element, Measures, measure
+from snugfit.planning.probing import Probe
+from snugfit.planning.scaling import ScaledTrace
+from snugfit.planning.unit_runs import run_prices
+from snugfit.plans import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The steps of a family at one micro-batch size, as the solvers see them."""
+
+    units: tuple[Unit, ...]
+    names: tuple[str, ...]
+    "Of each unit; empty for what runs between those that have options."
+    floor_bytes: int
+    "Most alive outside of the micro-batches: during the update."
+    plain_ns: int
+    "One micro-batch without recomputation."
+    update_ns: int
+    "The rest of a step."
+    held: tuple[Mapping[str, int], ...]
+    "Of each unit and option: what its forward leaves for the rest of forward only (autocast's casts of weights)."
+    carried: tuple[str, ...]
+    "Option of each unit in the trace in which its surroundings were measured."
+
+    def needed_bytes(self, choices: Sequence[Span]) -> int:
+        """The smallest budget into which the chain fits if its units run in this way; no segments inside of others."""
+        moved = self.holding(choices).units
+        kept, needed = 0, self.floor_bytes
+        for span in choices:
+            unit = moved[span.first]
+            if span.option is None:
+                price = next(islice(run_prices(moved, span.first), span.last - span.first - 1, None))
+                own, more = price.need_bytes, unit.input_bytes
+            else:
+                option = next(option for option in unit.options if option.name == span.option)
+                forward = unit.forward_static_bytes + option.forward_bytes
+                own = max(forward, unit.backward_static_bytes + option.backward_bytes)
+                more = option.kept_bytes
+            needed = max(needed, kept + own)
+            kept += more
+        return needed
+
+    def all_by(self, name: str) -> tuple[Span, ...]:
+        """Every unit that has an option of that name run by it, the others plainly."""
+        return tuple(
+            Span(i, i, name if any(option.name == name for option in unit.options) else NOTHING)
+            for i, unit in enumerate(self.units)
+        )
+
+    def extra_ns(self, choices: Sequence[Span]) -> int:
+        """Time of one micro-batch beside that of recomputing nothing; of single units only."""
+        return sum(
+            next(option.extra_ns for option in self.units[span.first].options if option.name == span.option)
+            for span in choices
+        )
+
+    def holding(self, choices: Sequence[Span]) -> "Chain":
+        """The chain whose forward holds what it does if the units run in this way."""
+        surplus = 0
+        moved = []
+        for number, option in enumerate(_options(choices)):
+            unit = self.units[number]
+            moved.append(replace(unit, forward_static_bytes=unit.forward_static_bytes + surplus))
+            held = self.held[number]
+            surplus += held.get(option, 0) - held.get(self.carried[number], 0)
+        return replace(self, units=tuple(moved))
+
+
+class Family:
+    """What a probe measured, at any micro-batch size."""
+
+    def __init__(self, probe: Probe) -> None:
+        self.probe = probe
+        self._measured: dict[tuple[int, int, bool], dict[str, Measures]] = {}
+        self._chains: dict[tuple[int, int], Chain] = {}
+
+    def chain(self, micro_batch_size: int, num_micro_batches: int) -> Chain:
+        """The chain of a window of that many micro-batches of that size, while it runs the last of them."""
+        key = (micro_batch_size, min(num_micro_batches, 2) if not self._base.adds_up else num_micro_batches)
+        if key not in self._chains:
+            self._chains[key] = self._build(*key)
+        return self._chains[key]
+
+    def segments(self, chain: Chain, choices: Sequence[Span]) -> tuple[Segment, ...]:
+        """The segments of a plan in which the units of a chain run in this way."""
+        return tuple(self._segments(chain, choices))
+
+    def describe(self, chain: Chain, choices: Sequence[Span]) -> dict[str, int]:
+        """How many units of a chain run in which way: name of the option to number of units, nothing left out."""
+        counts: dict[str, int] = {}
+        for span in choices:
+            name = f"runs of {span.last - span.first + 1}" if span.option is None else span.option
+            if name != NOTHING:
+                counts[name] = counts.get(name, 0) + span.last - span.first + 1
+        return counts
+
+    def _segments(self, chain: Chain, choices: Sequence[Span]) -> Iterator[Segment]:
+        for span in choices:
+            if span.option is None:
+                yield Segment(chain.names[span.first : span.last + 1])
+                yield from self._segments(chain, span.inner)
+            elif span.option != NOTHING:
+                name = chain.names[span.first]
+                yield from self.probe.options[name].of(name, span.option)
+
+    @property
+    def _base(self) -> ScaledTrace:
+        return self.probe.traces[0]
+
+    def _build(self, size: int, number: int) -> Chain:
+        first = number == 1
+        elements = self._elements(0, first)
+        surroundings = self._of_trace(0, size, first)
+        built, held = [], []
+        left_alive = self._left_alive(size, number)
+        for place, element in enumerate(elements):
+            own = surroundings[_key(place, element)]
+            options, holds = self._options(element.unit, own, size, first)
+            plain = options[0]
+            full = next((option for option in options if option.name == units.FULL), None)
+            after = elements[place + 1].unit if place + 1 < len(elements) else ""
+            # What a recomputation runs again is more than the forward: casts of weights, launches.
+            forward_ns = self._plain(element.unit, own, size, first).forward_ns
+            again_ns = forward_ns if full is None else max(forward_ns, full.extra_ns)
+            built.append(
+                Unit(
+                    options=_undominated(options),
+                    input_bytes=plain.kept_bytes if full is None else full.kept_bytes,
+                    forward_static_bytes=own.forward_static_bytes + left_alive,
+                    backward_static_bytes=own.backward_static_bytes + left_alive,
+                    forward_ns=again_ns,
+                    joins_next=full is not None and (element.unit, after) in self.probe.joined,
+                    tail_ns=0 if full is None else again_ns - full.extra_ns,
+                )
+            )
+            held.append(holds)
+        plain_ns = sum(
+            plain.forward_ns + plain.backward_ns
+            for place, element in enumerate(elements)
+            for plain in [self._plain(element.unit, surroundings[_key(place, element)], size, first)]
+        )
+        floor, update_ns = self._update(size)
+        return Chain(
+            units=tuple(built),
+            names=tuple(element.unit for element in elements),
+            floor_bytes=floor + left_alive,
+            plain_ns=plain_ns,
+            update_ns=update_ns,
+            held=tuple(held),
+            carried=tuple(self.probe.carried.get(element.unit, NOTHING) for element in elements),
+        )
+
+    def _options(self, unit: str, own: Measures, size: int, first: bool) -> tuple[list[Option], dict[str, int]]:
+        """The options of a unit, and what each holds; those of a piece without a name are itself as it was measured."""
+        if unit not in self.probe.places:
+            return [_option(NOTHING, own, 0, 0)], {NOTHING: own.held_bytes}
+        plain = self._plain(unit, own, size, first)
+        options, held = [], {}
+        for name, place in self.probe.places[unit].items():
+            found = self._of_trace(place.trace, size, first)[place.unit]
+            # Gradients: a trace of one micro-batch makes them, later micro-batches add to those that are there.
+            less = 0
+            if place.trace and not first:
+                less = self._plain(unit, own, size, True).backward_bytes - plain.backward_bytes
+            time = found.forward_ns + found.backward_ns - plain.forward_ns - plain.backward_ns
+            options.append(_option(name, found, max(time, 0), less))
+            held[name] = found.held_bytes
+        if units.OFFLOAD in self.probe.options[unit].segments:
+            offloaded = self._offloaded(options)
+            options, held[units.OFFLOAD] = [*options, offloaded], held.get(units.FULL, 0)
+        return sorted(options, key=lambda option: option.name != NOTHING), held
+
+    def _offloaded(self, options: Sequence[Option]) -> Option:
+        """A unit whose saved tensors go to the host and come back, all of them before its backward goes on.
+
+        By formula: which of them are large enough to be moved depends on the micro-batch.
+        """
+        known = {option.name: option for option in options}
+        plain, full = known[NOTHING], known.get(units.FULL, known[NOTHING])
+        moved = max(plain.kept_bytes - full.kept_bytes, 0)
+        copy = Work("_to_copy.default", "forward", "float32", 0, 2 * moved, is_copy=True)
+        return Option(
+            name=units.OFFLOAD,
+            kept_bytes=full.kept_bytes,
+            forward_bytes=plain.forward_bytes,
+            backward_bytes=plain.backward_bytes,
+            extra_ns=round(1e9 * cost.step_time([copy], self._base.base.device)),
+        )
+
+    def _plain(self, unit: str, own: Measures, size: int, first: bool) -> Measures:
+        """What a unit needs that recomputes nothing."""
+        if unit not in self.probe.places:
+            return own
+        place = self.probe.places[unit][NOTHING]
+        return self._of_trace(place.trace, size, first)[place.unit]
+
+    def _elements(self, trace: int, first: bool) -> tuple[Element, ...]:
+        return self.probe.first_step if first and trace == 0 else self.probe.elements[trace]
+
+    def _of_trace(self, trace: int, size: int, first: bool) -> dict[str, Measures]:
+        key = (trace, size, first and trace == 0)
+        if key not in self._measured:
+            scaled = self.probe.traces[trace]
+            elements = self._elements(trace, first)
+            times = 1e9 * np.array(cost.times(scaled.work(size), scaled.base.device))
+            found = measure(scaled.base.recording, elements, scaled.birth_bytes(size), np.rint(times).astype(np.int64))
+            names = [_key(place, element) for place, element in enumerate(elements)]
+            self._measured[key] = dict(zip(names, found, strict=True))
+        return self._measured[key]
+
+    def _update(self, size: int) -> tuple[int, int]:
+        """Most alive behind the last micro-batch of the last window, and how long that takes."""
+        return update(self._base, size)
+
+    def _left_alive(self, size: int, number: int) -> int:
+        """What micro-batches that were not traced leave alive."""
+        if number <= 2 or not self._base.adds_up:
+            return 0
+        del size
+        return (number - 2) * sum(leftovers.added_bytes(self._base.base.recording))
+
+
+def update(trace: ScaledTrace, micro_batch_size: int) -> tuple[int, int]:
+    """Most bytes alive behind the last micro-batch of a trace, and the nanoseconds of what runs there."""
+    recording = trace.base.recording
+    sizes = trace.birth_bytes(micro_batch_size)
+    events = np.asarray(recording.events, dtype=np.int64)
+    alive = np.cumsum(np.sign(events) * sizes[np.abs(events) - 1])
+    behind = trace.steps[-1][1]
+    spent = [work for (at, _), work in zip(recording.work, trace.work(micro_batch_size), strict=True) if at > behind]
+    return int(alive[behind:].max(initial=0)), round(1e9 * cost.step_time(spent, trace.base.device))
+
+
+def _key(place: int, element: Element) -> str:
+    """Names a unit by itself and what lies between units by its place."""
+    return element.unit or f"#{place}"
+
+
+def _option(name: str, found: Measures, extra_ns: int, less_in_backward: int) -> Option:
+    return Option(
+        name=name,
+        kept_bytes=found.kept_bytes,
+        forward_bytes=found.forward_bytes,
+        backward_bytes=max(found.backward_bytes - less_in_backward, 0),
+        extra_ns=extra_ns,
+    )
+
+
+def _undominated(options: Sequence[Option]) -> tuple[Option, ...]:
+    """The first option, and of the others those that no other one equals or beats in everything."""
+
+    def costs(option: Option) -> tuple[int, int, int, int]:
+        return option.kept_bytes, option.forward_bytes, option.backward_bytes, option.extra_ns
+
+    kept = [options[0]]
+    for option in sorted(options[1:], key=costs):
+        if not any(all(a <= b for a, b in zip(costs(other), costs(option), strict=True)) for other in kept):
+            kept.append(option)
+    return tuple(kept)
+
+
+def _options(choices: Sequence[Span]) -> Iterator[str]:
+    """The option of each unit; those of a run keep no more than when each is recomputed."""
+    for span in choices:
+        for _ in range(span.first, span.last + 1):
+            yield units.FULL if span.option is None else span.option

@@ -1,0 +1,293 @@
+"""Searches precision, micro-batch and recomputation together: the fastest choice that is predicted to fit.
+
+Entry point: ``JointSearch``. For each precision one probe gives the chain of units at any micro-batch size; for each
+size the solver gives the fastest way to run that chain within the budget. What is chosen is traced as it is by
+``search``, which says by how much the prediction was off; then the search goes on with that.
+"""
+
+import gc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from snugfit.errors import BatchError
+from snugfit.hardware import Device
+from snugfit.jobs import Job
+from snugfit.memory.reports import margin_bytes
+from snugfit.planning import nested, options, probing, solver, units
+from snugfit.planning.chain import NOTHING, Solution, Span
+from snugfit.planning.families import Chain, Family
+from snugfit.planning.scaling import NotAffineError
+from snugfit.planning.variants import Heads, Updates
+from snugfit.plans import Plan
+
+ANY, NONE, BLOCKS = "any", "none", "blocks"
+"What may be recomputed: whatever is fastest, nothing, or every unit as a whole."
+
+_EQUAL_TIME = 1.01
+"Ratio up to which two modelled step times are taken as equal."
+_HELD_ROUNDS = 4
+_MUCH_TIME, _MUCH, _MUCH_OF_HEAD = 0.03, 0.9, 0.15
+"Share of a step that an update takes, of the room that it needs, and that the last piece needs, to look for others."
+_CHUNKS = (4, 16)
+_WORSE_IN_A_ROW = 4
+"Sizes without a chance after which smaller ones are not looked at."
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A plan that the chain of its family is predicted to fit."""
+
+    plan: Plan
+    step_time_s: float
+    allocated_bytes: int
+    "Predicted from the chain."
+    chain: Chain
+    spans: tuple[Span, ...]
+
+    @property
+    def family(self) -> str:
+        """What its plans have in common."""
+        return family_of(self.plan)
+
+
+def family_of(plan: Plan) -> str:
+    """The family of a plan: what needs a probe of its own."""
+    return f"{plan.precision} {plan.sync}"
+
+
+class JointSearch:
+    """The probes made so far, and what they say of any plan.
+
+    Args:
+        job: What is trained.
+        device: What is planned for.
+        first: The plan in what is not searched.
+        fixed: Fields that are given.
+        model: The job's model, with or without data.
+        budget_bytes: For peak, context and margin.
+    """
+
+    def __init__(
+        self, job: Job, device: Device, first: Plan, fixed: Mapping[str, Any], model: nn.Module, budget_bytes: int
+    ) -> None:
+        self.job, self.device, self.first, self.fixed, self.model = job, device, first, fixed, model
+        self.names = () if "recompute" in fixed else units.named(model)
+        self.allowed_bytes = allowed_bytes(budget_bytes, device)
+        self.runs = True
+        self.surplus: dict[str, int] = {}
+        "By family: how many bytes a traced plan reserved beyond what its chain predicted."
+        self.updates = Updates(job, device)
+        share = first.samples_per_rank
+        given = "micro_batch_size" in fixed
+        self._pair = (first.micro_batch_size,) * 2 if given else (max(1, share // 2), max(1, share // 4))
+        self.heads = Heads(job, device, self.names, self._pair)
+        self.contenders: dict[Plan, Choice] = {}
+        "The last choice of every family at every micro-batch size at which one was predicted to fit."
+        self._families: dict[tuple[str, int], Family] = {}
+        self._not_affine: set[str] = set()
+        self.too_small: set[int] = set()
+        "Micro-batch sizes at which the job cannot run (BatchNorm of one sample)."
+
+    def best(self, like: Plan, recompute: str = ANY) -> Choice | None:
+        """The fastest choice of a family that is predicted to fit; None if there is none.
+
+        Args:
+            like: A plan of the family.
+            recompute: ``"any"``, ``"none"`` or ``"blocks"``.
+        """
+        found: list[Choice] = []
+        in_vain = 0
+        for size in self.sizes(family_of(like)):
+            plan = replace(like, micro_batch_size=size)
+            try:
+                chain = self.chain(plan)
+            except BatchError:
+                self.too_small.add(size)
+                continue
+            best = min((choice.step_time_s for choice in found), default=float("inf"))
+            if self._seconds(plan, chain, 0) > best * _EQUAL_TIME:
+                in_vain += 1
+                if in_vain == _WORSE_IN_A_ROW:
+                    break
+                continue
+            spans = self._spans(chain, self._room(plan), recompute)
+            if spans is not None:
+                found.append(self.choice(plan, chain, *spans))
+                self.contenders[replace(plan, recompute=())] = found[-1]
+                in_vain = 0
+        if not found:
+            return self._nested(like) if recompute == ANY else None
+        best = min(choice.step_time_s for choice in found)
+        return next(choice for choice in found if choice.step_time_s <= best * _EQUAL_TIME)
+
+    def smallest(self, like: Plan, recompute: str = ANY) -> Choice:
+        """The choice of a family that is predicted to need least."""
+        plan = replace(like, micro_batch_size=min(self.sizes(family_of(like))))
+        chain = self.chain(plan)
+        if recompute == NONE:
+            return self.choice(plan, chain, chain.all_by(NOTHING), 0)
+        if recompute == BLOCKS:
+            spans = chain.all_by(units.FULL)
+            return self.choice(plan, chain, spans, chain.extra_ns(spans))
+        solution = solver.frontier(chain.units, floor_bytes=chain.floor_bytes, runs=self.runs).solution(0)
+        return self.choice(plan, chain, solution.choices, solution.extra_ns)
+
+    def frontier(self, like: Plan, sizes: int) -> Iterator[Choice]:
+        """Choices of a family over all budgets, at some micro-batch sizes."""
+        known = self.sizes(family_of(like))
+        for size in known[:: max(1, len(known) // sizes)]:
+            plan = replace(like, micro_batch_size=size)
+            chain = self.chain(plan)
+            found = solver.frontier(chain.units, floor_bytes=chain.floor_bytes, runs=self.runs)
+            count = len(found.points)
+            for index in sorted({round(part * (count - 1) / _POINTS) for part in range(_POINTS + 1)}):
+                solution = found.solution(index)
+                yield self.choice(plan, chain, solution.choices, solution.extra_ns)
+
+    def sizes(self, family: str) -> tuple[int, ...]:
+        """Micro-batch sizes that are looked at, the largest first."""
+        if "micro_batch_size" in self.fixed:
+            return (self.first.micro_batch_size,)
+        found = options.micro_batch_sizes(self.first.samples_per_rank)
+        sizes = tuple(size for size in found if size not in self.too_small) or found[:1]
+        return sizes if family not in self._not_affine else sizes[: options.FEW_SIZES]
+
+    def chain(self, plan: Plan) -> Chain:
+        """The chain of a plan's family at its micro-batch size."""
+        chain = self._family(plan).chain(plan.micro_batch_size, plan.accumulation_steps)
+        if plan.loss_chunks != self.first.loss_chunks:
+            whole = self.heads.of(replace(plan, loss_chunks=self.first.loss_chunks))
+            assert whole is not None, "the family's own loss was traced before"
+            chain = self.heads.put_in(chain, plan, whole)
+        return chain if plan.optimizer_impl == self.first.optimizer_impl else self.updates.put_in(chain, plan)
+
+    def variants(self, like: Plan) -> Iterator[Plan]:
+        """The family itself, and its other forms that may pay: a fused update, a loss in chunks.
+
+        A form is looked at where the part that it changes takes a good share of the time, or of the room.
+        """
+        yield like
+        size = self.sizes(family_of(like))[0]
+        plan = replace(like, micro_batch_size=size)
+        chain, room = self.chain(plan), self._room(plan)
+        time = self._seconds(plan, chain, 0) * 1e9
+        forms = [like]
+        matters = chain.update_ns > _MUCH_TIME * time or chain.floor_bytes > _MUCH * room
+        if "optimizer_impl" not in self.fixed and matters:
+            for implementation in ("fused", "for-loop"):
+                form = replace(like, optimizer_impl=implementation, micro_batch_size=self._pair[0])
+                if self.updates.of(form) is not None:
+                    forms.append(form)
+                    yield form
+                    break
+        head = chain.units[-1].options[0]
+        if "loss_chunks" not in self.fixed and max(head.forward_bytes, head.backward_bytes) > _MUCH_OF_HEAD * room:
+            for chunks in _CHUNKS:
+                form = replace(like, loss_chunks=chunks)
+                if self.heads.of(replace(form, micro_batch_size=size)) is None:
+                    break
+                yield from (replace(known, loss_chunks=chunks) for known in forms)
+
+    def choice(self, plan: Plan, chain: Chain, spans: tuple[Span, ...], extra_ns: int) -> Choice:
+        """A way to run a chain as a choice."""
+        segments = self._family(plan).segments(chain, spans) if self.names else plan.recompute
+        return Choice(
+            plan=replace(plan, recompute=segments),
+            step_time_s=self._seconds(plan, chain, extra_ns),
+            allocated_bytes=chain.needed_bytes(spans) if not any(span.inner for span in spans) else self._room(plan),
+            chain=chain,
+            spans=spans,
+        )
+
+    @property
+    def known_families(self) -> set[str]:
+        """Families that were probed."""
+        return {name for name, _ in self._families}
+
+    def needed_bytes(self, choice: Choice) -> int:
+        """What a budget must hold for a choice, as far as its chain and what its family taught say."""
+        reserved = choice.allocated_bytes + self.surplus.get(choice.family, 0)
+        return reserved + self.device.context_bytes + margin_bytes(reserved, self.device.name)
+
+    def least_needed(self, plan: Plan) -> int:
+        """What a budget must hold for a plan at its micro-batch size, however it recomputes."""
+        chain = self.chain(plan)
+        found = solver.frontier(chain.units, floor_bytes=chain.floor_bytes, runs=self.runs).solution(0)
+        return self.needed_bytes(self.choice(plan, chain, found.choices, found.extra_ns))
+
+    def _spans(self, chain: Chain, room: int, recompute: str) -> tuple[tuple[Span, ...], int] | None:
+        """The fastest way to run a chain within so many bytes, and its extra time."""
+        if recompute != ANY:
+            spans = chain.all_by(NOTHING if recompute == NONE else units.FULL)
+            return (spans, chain.extra_ns(spans)) if chain.needed_bytes(spans) <= room else None
+        moved = chain
+        for _ in range(_HELD_ROUNDS):
+            solution = self._solution(moved, room)
+            if solution is None:
+                return None
+            if chain.needed_bytes(solution.choices) <= room:
+                return solution.choices, solution.extra_ns
+            moved = chain.holding(solution.choices)
+        return None
+
+    def _solution(self, chain: Chain, room: int) -> Solution | None:
+        if chain.floor_bytes > room:
+            return None
+        found = solver.frontier(chain.units, floor_bytes=chain.floor_bytes, runs=self.runs, budget_bytes=room)
+        return found.within(room)
+
+    def _nested(self, like: Plan) -> Choice | None:
+        """Segments inside of segments, where one level does not fit at any size."""
+        if not self.names or not self.runs:
+            return None
+        plan = replace(like, micro_batch_size=min(self.sizes(family_of(like))))
+        chain, room = self.chain(plan), self._room(plan)
+        if chain.floor_bytes > room:
+            return None
+        moved = chain.holding(chain.all_by(units.FULL))
+        solution = nested.frontier(moved.units, floor_bytes=chain.floor_bytes, budget_bytes=room).within(room)
+        return None if solution is None else self.choice(plan, chain, solution.choices, solution.extra_ns)
+
+    def _room(self, plan: Plan) -> int:
+        return self.allowed_bytes - self.surplus.get(family_of(plan), 0)
+
+    def _seconds(self, plan: Plan, chain: Chain, extra_ns: int) -> float:
+        rounds = plan.samples_per_rank / plan.micro_batch_size
+        return (rounds * (chain.plain_ns + extra_ns) + chain.update_ns) / 1e9
+
+    def _family(self, plan: Plan) -> Family:
+        """The family of a plan; one for every size where sizes cannot be interpolated."""
+        name = family_of(plan)
+        size = plan.micro_batch_size if name in self._not_affine else 0
+        if (name, size) not in self._families:
+            gc.collect()  # the last trace's tensors hold each other
+            pair = (size, size) if size else self._pair
+            own = replace(plan, optimizer_impl=self.first.optimizer_impl, loss_chunks=self.first.loss_chunks)
+            try:
+                probe = probing.probe(self.job, own, self.device, self.model, self.names, pair)
+            except (NotAffineError, BatchError):
+                if size:
+                    raise
+                self._not_affine.add(name)
+                return self._family(plan)
+            self._families[name, size] = Family(probe)
+        return self._families[name, size]
+
+
+_POINTS = 24
+"Points of a frontier at one micro-batch size."
+
+
+def allowed_bytes(budget_bytes: int, device: Device) -> int:
+    """The largest peak that fits into a budget together with context and margin."""
+    low, high = 0, max(budget_bytes - device.context_bytes, 0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if middle + device.context_bytes + margin_bytes(middle, device.name) <= budget_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,107 @@
+"""When nothing fits: five ways to change the job or to spread it, each with its own memory and time.
+
+Entry points: ``ways_out`` and ``sentences``. All numbers are modelled. Which way is taken is the user's choice: each
+changes more than a plan does, what is trained, how its state is rounded, or what machines it takes.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
+
+from torch import nn
+
+from snugfit import hardware, sizes
+from snugfit.errors import PlanError, SnugfitError
+from snugfit.jobs import Job
+from snugfit.memory import tracing
+from snugfit.planning.ways import eight_bit, fsdp, fused_backward, host_offload, lora, rows
+from snugfit.planning.ways.rows import Case
+from snugfit.planning.ways.rows import WayOut as WayOut
+from snugfit.plans import Plan
+
+_WAYS: dict[str, Callable[[Case], WayOut]] = {
+    "8bit-optimizer": eight_bit.row,
+    "fused-backward": fused_backward.row,
+    "host-offload": host_offload.row,
+    "lora": lora.row,
+    "fsdp": fsdp.row,
+}
+NAMES = tuple(_WAYS)
+"The ways, those that change least first."
+
+
+def ways_out(
+    job: Job,
+    plan: Plan,
+    device: hardware.Device,
+    budget_bytes: int,
+    *,
+    allow: Collection[str] | None = None,
+    step_time_s: float | None = None,
+    model: nn.Module | None = None,
+) -> tuple[WayOut, ...]:
+    """Work out what each way out would need and cost, and return the rows: what fits first, then the cheapest.
+
+    Cheap is what takes least time on all its cards together; among equals, what changes least. The micro-batch size
+    and what is recomputed stay those of the plan. Where weights and gradients alone exceed the budget, a way is worked
+    out with both in bf16, if the device is fast at it.
+
+    Args:
+        job: What is trained.
+        plan: The smallest plan that did not fit.
+        device: What it is planned for.
+        budget_bytes: What peak, context and margin of one card may take together.
+        allow: Names of the ways that are wanted; None means all.
+        step_time_s: Modelled seconds of an update under that plan; None: those of the job as it is traced here.
+        model: The job's model, data or not; None: it is built without data.
+
+    Raises:
+        PlanError: An unknown name.
+    """
+    for name in allow or ():
+        if name not in NAMES:
+            raise PlanError(
+                "unknown way out",
+                got=f"allow={name!r}",
+                expected=" | ".join(map(repr, NAMES)),
+                hint=f"use one of them, such as {NAMES[0]!r}",
+            )
+    case = Case(job, plan, device, budget_bytes, tracing.skeleton(job) if model is None else model)
+    wanted = [name for name in NAMES if allow is None or name in allow]
+    with tracing.collector_off():
+        found = [_worked_out(case, name) for name in wanted]
+    seconds = step_time_s if step_time_s is not None else case.seconds()
+    timed = [
+        row if row.step_time_s is None or not seconds else replace(row, relative_time=row.step_time_s / seconds)
+        for row in found
+    ]
+    return tuple(sorted(timed, key=_by_cost))
+
+
+def sentences(ways: Iterable[WayOut]) -> list[str]:
+    """A line for each way, with its numbers, for a message."""
+    lines = []
+    for way in ways:
+        if way.memory is None:
+            lines.append(f"{way.name}: {way.notes[0]}")
+            continue
+        time = "" if way.relative_time is None else f", {way.relative_time:.2f} x the time"
+        cards = f" on each of {way.world_size} cards" if way.world_size > 1 else ""
+        verdict = "fits" if way.fits else "does not fit"
+        least = "at least " if way.is_least else ""
+        lines.append(f"{way.name}: {least}{sizes.text(way.memory.needed_bytes)}{cards}, {verdict}{time}; {way.change}")
+    return lines
+
+
+def _worked_out(case: Case, name: str) -> WayOut:
+    try:
+        return _WAYS[name](case)
+    except SnugfitError as error:
+        return rows.unknown(case, name, f"not worked out: {error.what}" + (f"; {error.hint}" if error.hint else ""))
+    except Exception as error:  # whatever the job's own code or a library raises for a changed job
+        return rows.unknown(case, name, f"not worked out: {type(error).__name__}: {error}")
+
+
+def _by_cost(way: WayOut) -> tuple[bool, float, int]:
+    """What fits first; then the least time on all cards together, to a hundredth; then the least change."""
+    time = float("inf") if way.relative_time is None else round(way.relative_time * way.world_size, 2)
+    return not way.fits, time, NAMES.index(way.name)

@@ -1,0 +1,128 @@
+"""Saved tensors that are dropped in the forward and made again when backward first asks for one of them.
+
+Entry point: ``Region``, made of torch's public hooks on saved tensors. What is repeated is the caller's to say. torch's
+own ``checkpoint`` holds one function; a region may be entered several times, once for each module of a run.
+
+NOTE [Rules of a region]
+1. In the forward a saved tensor becomes a ``_Place``, which holds nothing. Places are filled in the order in which they
+   were made: the i-th tensor that a repetition saves belongs to the i-th place.
+2. A backward that asks for a place repeats the region, once. Every backward (and one inside of another) repeats anew.
+   A place hands its tensor out and lets go of it.
+3. A repetition ends as soon as the last place has its tensor: what comes after it nobody needs.
+4. Regions may lie in each other: the inputs of an inner one are saved tensors of the outer one, so that they are made
+   again as well. The graph of a repetition holds its own tensors, for a forward may itself run a backward.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointError
+
+from snugfit.errors import UnsupportedError
+from snugfit.training import torch_private
+
+
+class Region:
+    """The dropped tensors of one forward.
+
+    Args:
+        repeat: Runs the forward again, with the inputs it had.
+        names: Of the segment's modules, for messages.
+    """
+
+    def __init__(self, repeat: Callable[[], None], names: tuple[str, ...]) -> None:
+        self._repeat, self._names = repeat, names
+        self._places: list[weakref.ref[_Place]] = []
+        self._kinds: list[tuple[Any, ...]] = []
+
+    def forward(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Context of the forward, or of a part of it."""
+        return torch.autograd.graph.saved_tensors_hooks(self._drop, self._give)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def _drop(self, tensor: Tensor) -> "_Place":
+        place = _Place()
+        self._places.append(weakref.ref(place))
+        self._kinds.append(_kind(tensor))
+        return place
+
+    def _give(self, place: "_Place") -> Tensor:
+        backward: Any = torch_private.current_backward()
+        if backward is None:
+            backward = object()  # somebody looks at the graph from outside
+        if backward not in place.tensors:
+            self._make_again(backward)
+        return place.tensors.pop(backward)
+
+    def _make_again(self, backward: Any) -> None:
+        filled = _Filled(self, backward)
+        with torch.autograd.graph.saved_tensors_hooks(filled.add, lambda tensor: tensor), torch.enable_grad():
+            try:
+                self._repeat()
+            except _Enough:
+                return
+        raise self.differs(f"a different number of tensors: {len(self._places)}, and {filled.number} in the repetition")
+
+    def fill(self, number: int, tensor: Tensor, backward: Any) -> None:
+        """Put a tensor into its place, and end the repetition if it was the last one."""
+        place, kind = self._places[number](), self._kinds[number]
+        if place is not None:
+            if kind != _kind(tensor):
+                raise self.differs(f"tensor {number} was {_named(kind)} and is {_named(_kind(tensor))} now")
+            place.tensors[backward] = tensor
+        if number + 1 == len(self._places):
+            raise _Enough
+
+    def differs(self, got: str) -> UnsupportedError:
+        """An error of a repetition that is not the forward."""
+        error = UnsupportedError(
+            "a segment was not computed the same way again, so its gradients would be of another function",
+            got=f"segment {', '.join(self._names)}: {got}",
+            expected="a forward that depends on its inputs, weights and random numbers alone",
+            hint="look for counters and caches in it; ask snugfit.is_recomputing() where the second run has to act "
+            "like the first, or leave this module out of recompute",
+            names=self._names,
+        )
+        error.__cause__ = CheckpointError(got)
+        return error
+
+
+class _Filled:
+    """The tensors of one repetition, in the order in which it saves them."""
+
+    def __init__(self, region: Region, backward: Any) -> None:
+        self._region, self._backward = region, backward
+        self.number = 0
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    def add(self, tensor: Tensor) -> Tensor:
+        """The next one; it has no graph, which the repetition's own tensors have."""
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        self.number += 1
+        self._region.fill(self.number - 1, plain, self._backward)
+        return plain
+
+
+class _Place:
+    """Stands for one saved tensor, which it holds while a backward is on its way to it."""
+
+    __slots__ = ("__weakref__", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: dict[Any, Tensor] = {}
+
+
+class _Enough(Exception):
+    """Ends a repetition; no error, so that no forward takes it for one."""
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
+
+
+def _named(kind: tuple[Any, ...]) -> str:
+    shape, dtype, device = kind
+    return f"{shape} {str(dtype)[6:]} on {device}"
