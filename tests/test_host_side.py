@@ -62,6 +62,13 @@ def test_what_is_repeated_is_what_the_segments_forwards_ran_up_to_the_last_saved
     assert repeated == ["addmm.default", "tanh.default"] * 2  # the second layer's result is saved by nobody
 
 
+def test_a_repetition_that_runs_nothing_for_all_is_kept_begins_as_well():
+    segments = [Segment((f"{i}",), "keep:addmm,tanh") for i in range(2)]
+    work = work_of(*segments)
+    assert not any(item.is_repeated for item in work)
+    assert count(work, "segment") == len(segments)
+
+
 def test_nothing_is_repeated_or_watched_without_segments():
     assert not any(item.is_repeated or item.is_watched or item.is_copy for item in work_of())
 

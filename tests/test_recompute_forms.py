@@ -1067,6 +1067,25 @@ class Waiting(nn.Module):
         return x
 
 
+def test_a_forward_that_catches_every_error_does_not_catch_the_end_of_its_repetition():
+    class Catching(nn.Module):
+        def forward(self, x):
+            y = x.sin()
+            try:
+                y = y.exp()
+            except Exception:
+                pass
+            return y + 1
+
+    model = nn.Sequential(Catching(), Catching())
+    twin = copy.deepcopy(model)
+    apply(model, [Segment(("0", "1"))])
+    given = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    for one, x in zip((model, twin), given, strict=True):
+        one(x).sum().backward()
+    assert torch.equal(given[0].grad, given[1].grad)
+
+
 def test_a_pass_that_ends_early_keeps_nothing_alive_behind_its_backward():
     model = nn.Sequential(Residual(4), Residual(4))
     apply(model, [Segment(("0", "1"))])

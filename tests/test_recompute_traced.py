@@ -60,6 +60,16 @@ def test_operations_and_their_flops_are_those_that_a_run_has(form):
     assert predicted == counter.get_total_flops() > 0
 
 
+@pytest.mark.parametrize("form", ["every block", "two runs", "keep-matmul", "nested"])
+def test_a_repetition_that_ends_early_leaves_the_modules_it_was_in(form):
+    births = record_job(job(), plan_of(form), resolve("cpu")).recording.births
+    first, second = (
+        {birth.module for birth in births if birth.window == window and birth.phase == "forward"} for window in (1, 2)
+    )
+    assert first == second
+    assert len(first) > 4 * 4
+
+
 def test_saved_bytes_of_segments_are_those_that_saved_tensor_hooks_count():
     class Block(nn.Module):
         def __init__(self):

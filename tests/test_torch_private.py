@@ -240,9 +240,10 @@ def test_a_backward_has_a_number_of_its_own_also_inside_of_another():
     def look(gradient):
         numbers.append(training_private.current_backward())
         if len(numbers) == 1:
-            inner = torch.ones(2, requires_grad=True)
-            inner.register_hook(look)
-            inner.sum().backward()
+            with torch.enable_grad():
+                inner = torch.ones(2, requires_grad=True)
+                inner.register_hook(look)
+                inner.sum().backward()
             numbers.append(training_private.current_backward())
 
     weight.register_hook(look)

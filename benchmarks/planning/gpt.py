@@ -46,11 +46,11 @@ SAVED = {
     "norm of feed-forward": Saved(2 * A, _NORM),
     "expanded": Saved(8 * A, _matmul(WIDTH, 4 * WIDTH)),
     "gelu": Saved(8 * A, roofline_ns(0, 16 * A)),
-    "mask": Saved(A, 0),
+    "mask": Saved(A, _matmul(4 * WIDTH, WIDTH) + _DROPOUT),
 }
-"In the order of the forward; a dropout's mask goes with the sum behind it."
+"In the order of the forward; the middle of the stream comes with the mask of the dropout before it."
 STREAM = 4 * A
-TAIL_NS = _matmul(4 * WIDTH, WIDTH) + _DROPOUT + _ADD
+TAIL_NS = _ADD
 PLAIN_BYTES = STREAM + sum(one.bytes for one in SAVED.values())
 FORWARD_NS = sum(one.again_ns for one in SAVED.values()) + TAIL_NS
 _ATTENTION, _FEED_FORWARD = ("norm of attention", "qkv", "attention"), ("norm of feed-forward", "expanded", "gelu")
@@ -80,6 +80,7 @@ def block_options() -> tuple[Option, ...]:
         )
 
     less = sum(SAVED[one].bytes for one in _ATTENTION)
+    of_feed_forward = ("norm of feed-forward", "gelu")
     matmul_outputs = 4 * A  # of the projection and of the contraction, which autograd itself does not keep
     of_stream = roofline_ns(0, 5 * A) + roofline_ns(0, 10 * A)  # the middle of the stream again, from the projection
     return (
@@ -91,7 +92,11 @@ def block_options() -> tuple[Option, ...]:
             "keep-matmul",
             ("norm of attention", "norm of feed-forward", "gelu", "mask"),
             beside=matmul_outputs - SAVED["middle of the stream"].bytes,
-            extra=of_stream,
+            extra=of_stream - _matmul(4 * WIDTH, WIDTH),
+        ),
+        option("feed-forward, keep-matmul", of_feed_forward, beside=2 * A),
+        option(
+            "attention; feed-forward, keep-matmul", _ATTENTION + of_feed_forward, beside=2 * A, backward=made - less
         ),
         option("keep-attention", (*rest, "qkv", "middle of the stream", "expanded")),
         option("full", tuple(SAVED)),

@@ -64,18 +64,20 @@ class Chooser:
         self.frontier = solver.frontier(self.chain.units, floor_bytes=self.chain.floor_bytes)
 
     def within(self, peak_bytes: int) -> Plan:
-        """The fastest plan whose own trace needs no more; what the chain did not see is taken off the budget."""
-        budget = peak_bytes
-        for _ in range(8):
-            solution = self.frontier.within(budget)
-            if solution is None:
-                break
+        """The fastest plan whose own trace needs no more; by how much the chain is off is learnt from each trace."""
+        off, best, seen = 0, None, set()
+        if self.frontier.within(peak_bytes) is None:
+            off = self.frontier.points[0][0] - peak_bytes
+        while (solution := self.frontier.within(peak_bytes + off)) is not None and solution not in seen:
+            seen.add(solution)
             plan = replace(PLAIN, recompute=self.family.segments(self.chain, solution.choices))
-            over = snugfit.estimate(self.job, plan, "cpu").peak_allocated_bytes - peak_bytes
-            if over <= 0:
-                return plan
-            budget = min(budget, solution.needed_bytes) - over
-        raise SystemExit(f"no plan of {sizes.text(peak_bytes)} was found")
+            traced = snugfit.estimate(self.job, plan, "cpu").peak_allocated_bytes
+            if traced <= peak_bytes and (best is None or solution.extra_ns < best[0]):
+                best = solution.extra_ns, plan
+            off = solution.needed_bytes - traced
+        if best is None:
+            raise SystemExit(f"no plan of {sizes.text(peak_bytes)} was found")
+        return best[1]
 
 
 class Stepper:
@@ -147,8 +149,9 @@ def main() -> int:
             "# The planner's choices, executed",
             "",
             f"CPU-measured, `python benchmarks/planning/measured.py --rounds {arguments.rounds} --write`, torch "
-            f"{torch.__version__}, Python {platform.python_version()}, one thread, load {os.getloadavg()[0]:.1f}. GPT of "
-            f"{shape.layers} layers, width {shape.width}, {BATCH} x {shape.context} tokens, fp32, AdamW. Times beside plain.",
+            f"{torch.__version__}, Python {platform.python_version()}, one thread, load {os.getloadavg()[0]:.1f}. GPT "
+            f"of {shape.layers} layers, width {shape.width}, {BATCH} x {shape.context} tokens, fp32, AdamW. Times "
+            "beside a plain step.",
             "",
             *lines,
             "",

@@ -223,7 +223,7 @@ def main() -> int:
     decisions = []
     if not arguments.quick:
         graph = graph_of(gpt2.SMALL, gpt.BATCH)
-        for budget in (4.0, 3.5, 2.5, 2.0, 1.5):
+        for budget in (4.0, 2.5, 2.0, 1.5):
             found = decided(graph, budget * GIB)
             if found is not None:
                 decisions.append((budget, dict(found.discarded), found.seconds))

@@ -30,9 +30,8 @@ def show(out: Console, report: PlanReport) -> None:
         out.print(f"advice: {advice.text}")
     if report.trials:
         _trials(out, report)
-    out.print(
-        f"\n{tables.verdict(memory, report.budget_bytes)}, {_seconds(report.step_time_s)} per update{_how(report)}"
-    )
+    how = "measured" if report.trials else "modelled"
+    out.print(f"\n{tables.verdict(memory, report.budget_bytes)}, {_seconds(report.step_time_s)} per update ({how})")
 
 
 def _ladder(out: Console, report: PlanReport) -> None:

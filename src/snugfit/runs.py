@@ -307,6 +307,7 @@ def _finite(value: Any) -> float | None:
 
 
 def versions() -> dict[str, str]:
+    """The versions that a run's numbers depend on."""
     from snugfit import __version__
 
     return {"snugfit": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -74,6 +74,8 @@ class Border(NamedTuple):
     "In ``events``."
     module: str
     is_entered: bool
+    num_work: int
+    "Pieces of work that were recorded before."
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ class HostSide:
         self._place_of = place_of
         self._begun = ""
         self._was_repeated = False
+        self._num_begun = recomputation.num_begun()
 
     def mark(self, name: str) -> None:
         """A mark of the recording; a window's first micro-batch begins with the window."""
@@ -42,8 +43,10 @@ class HostSide:
             place: Of its result; None where all memory is one place.
         """
         is_repeated = work.phase == "backward" and torch.is_grad_enabled()  # autograd's own formulas record nothing
-        begins = self._begun or ("segment" if is_repeated and not self._was_repeated else "")
-        self._begun, self._was_repeated = "", is_repeated
+        num_begun = recomputation.num_begun()
+        is_begun = num_begun > self._num_begun or (is_repeated and not self._was_repeated)  # the latter: torch's own
+        begins = self._begun or ("segment" if is_begun else "")
+        self._begun, self._was_repeated, self._num_begun = "", is_repeated, num_begun
         source = self._place_of(args[0]) if place and args and isinstance(args[0], Tensor) else ""
         return work._replace(
             is_repeated=is_repeated,

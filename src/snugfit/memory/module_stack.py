@@ -125,15 +125,19 @@ class ModuleStack:
         self._ids.append(id(module))
         self._running.append(name)
         self._note()
-        self._recording.borders.append(Border(len(self._recording.events), name, True))
+        self._note_border(name, is_entered=True)
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         while self._ids and self._ids.pop() != id(module):
             self._running.pop()
         if self._running:
             name = self._running.pop()
-            self._recording.borders.append(Border(len(self._recording.events), name, False))
+            self._note_border(name, is_entered=False)
         self._note()
+
+    def _note_border(self, name: str, *, is_entered: bool) -> None:
+        recording = self._recording
+        recording.borders.append(Border(len(recording.events), name, is_entered, len(recording.work)))
 
     def _note(self) -> None:
         self._sequence_starts.append(torch_private.next_sequence_number())

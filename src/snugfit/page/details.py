@@ -19,6 +19,7 @@ from snugfit.memory import tracing
 from snugfit.memory.reporting.attribution import CATEGORIES
 from snugfit.memory.reporting.timeline import WindowTimeline, timeline
 from snugfit.memory.reports import MemoryReport
+from snugfit.memory.traces import Trace
 from snugfit.page import outside
 from snugfit.planning import cost
 from snugfit.planning.ladder import Candidate, Rung
@@ -72,6 +73,7 @@ class Details:
     budget_bytes: NonNegativeInt
     memory: MemoryReport
     timeline: tuple[WindowTimeline, ...]
+    "Empty where the memory of the plan was put together from that of another one."
     step_time_s: NonNegativeFloat | None = None
     "Modelled seconds of one update; None where no search was made, and the fields below are empty."
     ladder: tuple[Considered, ...] = ()
@@ -111,17 +113,26 @@ def of(
         options: What was said of the target.
         found: The search that found the plan; None leaves ladder, frontier and reasons empty.
     """
-    trace = tracing.record_job(job, plan, card) if found is None else found.trace
+    trace: Trace | None
+    if found is None:
+        trace = traced = tracing.record_job(job, plan, card)
+        memory = traced.report()
+    else:
+        trace, memory = found.trace, found.memory
     return Details(
         versions=runs.versions(),
         target=target,
         options=dict(options),
         plan=plan,
         budget_bytes=budget_bytes,
-        memory=trace.report(),
-        timeline=timeline(trace, seconds=cost.times([work for _, work in trace.recording.work], card)),
+        memory=memory,
+        timeline=() if trace is None else _timeline(trace, card),
         **({} if found is None else _searched(found)),
     )
+
+
+def _timeline(trace: Trace, card: hardware.Device) -> tuple[WindowTimeline, ...]:
+    return timeline(trace, seconds=cost.times([work for _, work in trace.recording.work], card))
 
 
 def again(
@@ -181,7 +192,11 @@ def _searched(found: PlanReport) -> dict[str, Any]:
         "frontier": tuple(_point(candidate) for candidate in found.frontier),
         "runner_up": found.runner_up,
         "reasons": dict(found.reasons),
-        "notes": found.notes,
+        "notes": (
+            *(f"the job must change: {way.change}" for way in found.changes),
+            *found.notes,
+            *(advice.text for advice in found.advice),
+        ),
     }
 
 
@@ -216,8 +231,6 @@ def _point(candidate: Candidate) -> Considered:
 
 def _contradiction(details: Details) -> str:
     """What does not fit together in a file, in words; empty if everything does."""
-    if not details.timeline:
-        return "no window in timeline"
     named = [*details.memory.by_module.values(), details.memory.by_category]
     named += [rung.by_category for rung in details.ladder]
     named += [{holder.category: 0} for holder in details.memory.holders]
@@ -236,9 +249,10 @@ def _contradiction(details: Details) -> str:
         borders = [window.peak, *(at for span in window.spans for at in (span.start, span.end))]
         if not window.by_category or not all(0 <= at < length for at in borders):
             return f"window {window.window}: a peak or a phase that lies outside of it"
-    highest = max(max(window.allocated_bytes) for window in details.timeline)
-    if highest != details.memory.peak_allocated_bytes:
-        return f"a timeline that peaks at {highest} bytes, a report that says {details.memory.peak_allocated_bytes}"
+    peak = details.memory.peak_allocated_bytes
+    highest = max((max(window.allocated_bytes) for window in details.timeline), default=peak)
+    if highest != peak:
+        return f"a timeline that peaks at {highest} bytes, a report that says {peak}"
     return ""
 
 

@@ -30,7 +30,7 @@ def body(details: Details, run: Run | None) -> str:
             _run(run, details, unit) if run is not None else "",
             _trade(details, unit) if is_searched else _NOT_SEARCHED,
             _ladder(details, unit) if is_searched else "",
-            _over_time(details, unit),
+            _over_time(details, unit) if details.timeline else "",
             _modules(details, unit),
             _frontier(details, unit) if details.frontier else "",
             _reasons(details) if details.reasons else "",
@@ -58,7 +58,7 @@ def _head(details: Details, run: Run | None, unit: Unit) -> str:
         ),
     }
     if seconds:
-        shown["one update"] = (f"{seconds:.3g} s", f"modelled; {plan.batch_size / seconds:.3g} samples/s")
+        shown["one update"] = (f"{seconds:.3g} s", f"modelled; {_rate(plan.batch_size / seconds)} samples/s")
     if run is not None and run.ending is not None and run.ending.peak_memory_bytes is not None:
         where = f"on {plain(run.ending.device)}, in {run.ending.steps} steps"
         shown["peak observed"] = (sizes.text(run.ending.peak_memory_bytes), where)
@@ -67,6 +67,10 @@ def _head(details: Details, run: Run | None, unit: Unit) -> str:
         f'<p class="lead"><span class="verdict {"fits" if fits else "not-fits"}">{verdict}</span> '
         f"{plain(_in_words(plan))}</p>\n{markup.facts(shown)}</header>\n"
     )
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _in_words(plan: Plan) -> str:
@@ -124,7 +128,7 @@ def _ladder(details: Details, unit: Unit) -> str:
             "yes" if rung.fits else "no",
             f"{rung.step_time_s:.3g} s",
             f"{rung.step_time_s / first:.2f}" if first else "",
-            f"{rung.samples_per_s:.3g}",
+            _rate(rung.samples_per_s),
             plain(rung.pays_with),
         )
         for rung in details.ladder

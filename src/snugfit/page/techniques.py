@@ -124,9 +124,16 @@ def _rows(before: Considered, after: Considered, unit: Unit) -> list[_Row]:
     return [
         row("memory", lambda one: one.needed_bytes, lambda num_bytes: unit.text(int(num_bytes))),
         row("time", lambda one: one.step_time_s, lambda seconds: f"{seconds:.3g} s"),
-        row("computation", lambda one: one.flops or None, lambda flops: f"{flops / 1e12:,.3g} TFLOP"),
+        row("computation", lambda one: one.flops or None, _flops),
         row("precision", lambda one: _BITS[one.plan.precision], lambda bits: f"{bits:.0f} bits"),
     ]
+
+
+def _flops(count: float) -> str:
+    for name, factor in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if count >= factor:
+            return f"{count / factor:.4g} {name}"
+    return f"{count:.0f} FLOP"
 
 
 def _row_html(row: _Row, technique: _Technique) -> str:

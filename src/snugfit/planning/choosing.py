@@ -88,8 +88,6 @@ class Search:
             if recompute == BLOCKS and not self.joint.names:
                 continue
             found.append((name, self._by_itself(mixed, recompute)))
-            if found[-1][1].fits:
-                break
         return found
 
     def _by_itself(self, like: Plan, recompute: str) -> _Traced:

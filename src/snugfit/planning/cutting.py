@@ -13,8 +13,9 @@ NOTE [What an element keeps]
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,9 @@ class Element:
     unit: str
     forward: tuple[int, int]
     backward: tuple[int, int]
+    forward_work: tuple[int, int]
+    "Which pieces of the recording's work run in forward: the first, and one past the last."
+    backward_work: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,47 +64,67 @@ def cut(recording: Recording, step: tuple[int, int], names: Sequence[str]) -> tu
     Returns:
         Elements in forward order; the first and the last have no name.
     """
-    forward_end = min(p for p, name in recording.marks if name == "forward end" and step[0] <= p <= step[1])
-    spans = _forward_spans(recording, step[0], forward_end, frozenset(names))
-    backward = _backward_spans(recording, forward_end, step[1], [name for name, _, _ in spans])
     worked = [position for position, _ in recording.work]
 
-    def is_idle(start: int, end: int) -> bool:  # something may be freed there
-        runs = bisect_right(worked, start) < bisect_right(worked, end)
-        return not runs and all(event < 0 for event in recording.events[start:end])
+    def at(position: int) -> _Moment:
+        return _Moment(position, bisect_right(worked, position))
 
+    first, last = at(step[0]), at(step[1])
+    ends = (p for p, name in recording.marks if name == "forward end" and step[0] <= p <= step[1])
+    forward_end = at(min(ends))
+    spans = _forward_spans(recording, first.position, forward_end.position, frozenset(names))
+    backward = _backward_spans(recording, forward_end, last, [name for name, _, _ in spans], at)
     found: list[Element] = []
-    left_at, begun = step[0], step[1]  # where the element before was left in forward, and begins in backward
+    left_at, begun = first, last  # where the element before was left in forward, and begins in backward
     for (name, entered, left), (start, end) in zip(spans, backward, strict=True):
-        if found and is_idle(left_at, entered):
+        events = recording.events[left_at.position : entered.position]
+        is_idle = left_at.work == entered.work and all(event < 0 for event in events)  # something may be freed there
+        if found and is_idle:
             end = begun
-            found[-1] = replace(found[-1], forward=(found[-1].forward[0], entered))
+            found[-1] = replace(found[-1], forward=(found[-1].forward[0], entered.position))
         else:
-            found.append(Element("", (left_at, entered), (end, begun)))
-        found.append(Element(name, (entered, left), (start, end)))
+            found.append(_element("", (left_at, entered), (end, begun)))
+        found.append(_element(name, (entered, left), (start, end)))
         left_at, begun = left, start
-    found.append(Element("", (left_at, forward_end), (forward_end, begun)))
+    found.append(_element("", (left_at, forward_end), (forward_end, begun)))
     return tuple(found)
 
 
-def _forward_spans(recording: Recording, start: int, end: int, names: frozenset[str]) -> list[tuple[str, int, int]]:
+class _Moment(NamedTuple):
+    position: int
+    "In the events."
+    work: int
+    "Pieces of work before."
+
+
+def _element(unit: str, forward: tuple[_Moment, _Moment], backward: tuple[_Moment, _Moment]) -> Element:
+    (a, b), (c, d) = forward, backward
+    return Element(unit, (a.position, b.position), (c.position, d.position), (a.work, b.work), (c.work, d.work))
+
+
+def _forward_spans(
+    recording: Recording, start: int, end: int, names: frozenset[str]
+) -> list[tuple[str, _Moment, _Moment]]:
     """Name and interval of each unit that is entered once, in the order in which they are."""
-    entered: list[tuple[str, int]] = []
-    spans: list[tuple[str, int, int]] = []
-    for position, module, is_entered in recording.borders:
-        if position < start or position > end or module not in names:
+    entered: list[tuple[str, _Moment]] = []
+    spans: list[tuple[str, _Moment, _Moment]] = []
+    for border in recording.borders:
+        if border.position < start or border.position > end or border.module not in names:
             continue
-        if is_entered:
-            entered.append((module, position))
-        elif entered and entered[-1][0] == module:
+        moment = _Moment(border.position, border.num_work)
+        if border.is_entered:
+            entered.append((border.module, moment))
+        elif entered and entered[-1][0] == border.module:
             name, begun = entered.pop()
             if not entered:
-                spans.append((name, begun, position))
+                spans.append((name, begun, moment))
     calls = [name for name, _, _ in spans]
     return [span for span in spans if calls.count(span[0]) == 1]
 
 
-def _backward_spans(recording: Recording, start: int, end: int, units: Sequence[str]) -> list[tuple[int, int]]:
+def _backward_spans(
+    recording: Recording, start: _Moment, end: _Moment, units: Sequence[str], at: Callable[[int], _Moment]
+) -> list[tuple[_Moment, _Moment]]:
     """Where the backward of each unit begins and ends: later units first, none begins before a later one has."""
     place = {name: number for number, name in enumerate(units)}
     known: dict[str, int] = {}
@@ -113,17 +137,15 @@ def _backward_spans(recording: Recording, start: int, end: int, units: Sequence[
         return known[module]
 
     first, last = [end] * len(units), [start] * len(units)
-    entered = [(border.position, border.module) for border in recording.borders if start <= border.position < end]
-    born = [
-        (position, recording.births[recording.events[position] - 1].module)
-        for position in range(start, end)
-        if recording.events[position] > 0
-    ]
-    for position, module in (*entered, *born):
-        number = unit_of(module)
-        if number >= 0:
-            first[number], last[number] = min(first[number], position), max(last[number], position + 1)
-    spans: list[tuple[int, int]] = []
+    for border in recording.borders:
+        if start.position <= border.position < end.position and (number := unit_of(border.module)) >= 0:
+            moment = _Moment(border.position, border.num_work)
+            first[number], last[number] = min(first[number], moment), max(last[number], moment)
+    for position in range(start.position, end.position):
+        event = recording.events[position]
+        if event > 0 and (number := unit_of(recording.births[event - 1].module)) >= 0:
+            first[number], last[number] = min(first[number], at(position)), max(last[number], at(position + 1))
+    spans: list[tuple[_Moment, _Moment]] = []
     latest = start
     for number in reversed(range(len(units))):
         latest = max(latest, first[number])
@@ -148,11 +170,10 @@ def measure(recording: Recording, elements: Sequence[Element], sizes: Sizes, wor
     alive = np.concatenate(([0], np.cumsum(np.sign(events) * sizes[index])))
     death = np.full(len(sizes), len(events) + 1, dtype=np.int64)
     death[index[events < 0]] = np.nonzero(events < 0)[0]
-    positions = [position for position, _ in recording.work]
     spent = np.concatenate(([0], np.cumsum(work_ns)))
 
     def time(span: tuple[int, int]) -> int:
-        return int(spent[bisect_right(positions, span[1])] - spent[bisect_right(positions, span[0])])
+        return int(spent[span[1]] - spent[span[0]])
 
     def highest(span: tuple[int, int]) -> int:
         return int(alive[span[0] : span[1] + 1].max())
@@ -176,8 +197,8 @@ def measure(recording: Recording, elements: Sequence[Element], sizes: Sizes, wor
                 backward_bytes=kept + rise,
                 forward_static_bytes=int(alive[element.forward[0]]) - kept_before,
                 backward_static_bytes=int(alive[begins]) - kept_before - kept,
-                forward_ns=time(element.forward),
-                backward_ns=time(element.backward),
+                forward_ns=time(element.forward_work),
+                backward_ns=time(element.backward_work),
             )
         )
         kept_before += kept

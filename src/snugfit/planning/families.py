@@ -170,8 +170,9 @@ class Family:
     def _options(self, unit: str, own: Measures, size: int, first: bool) -> tuple[list[Option], dict[str, int]]:
         """The options of a unit, and what each holds; those of a piece without a name are itself as it was measured."""
         if unit not in self.probe.places:
-            return [_option(NOTHING, own, 0, 0)], {NOTHING: own.held_bytes}
+            return [_option(NOTHING, own, 0, 0, 0)], {NOTHING: own.held_bytes}
         plain = self._plain(unit, own, size, first)
+        more = self._beside_alike(unit, own, size, first)
         options, held = [], {}
         for name, place in self.probe.places[unit].items():
             found = self._of_trace(place.trace, size, first)[place.unit]
@@ -180,7 +181,7 @@ class Family:
             if place.trace and not first:
                 less = self._plain(unit, own, size, True).backward_bytes - plain.backward_bytes
             time = found.forward_ns + found.backward_ns - plain.forward_ns - plain.backward_ns
-            options.append(_option(name, found, max(time, 0), less))
+            options.append(_option(name, found, max(time, 0), less, more))
             held[name] = found.held_bytes
         if units.OFFLOAD in self.probe.options[unit].segments:
             offloaded = self._offloaded(options)
@@ -203,6 +204,11 @@ class Family:
             backward_bytes=plain.backward_bytes,
             extra_ns=round(1e9 * cost.step_time([copy], self._base.base.device)),
         )
+
+    def _beside_alike(self, unit: str, own: Measures, size: int, first: bool) -> int:
+        """What a unit keeps beyond one that is alike and was run in the same way: the first one's input is not its."""
+        place = self.probe.places[unit][self.probe.carried[unit]]
+        return own.kept_bytes - self._of_trace(place.trace, size, first)[place.unit].kept_bytes
 
     def _plain(self, unit: str, own: Measures, size: int, first: bool) -> Measures:
         """What a unit needs that recomputes nothing."""
@@ -253,12 +259,12 @@ def _key(place: int, element: Element) -> str:
     return element.unit or f"#{place}"
 
 
-def _option(name: str, found: Measures, extra_ns: int, less_in_backward: int) -> Option:
+def _option(name: str, found: Measures, extra_ns: int, less_in_backward: int, more_kept: int) -> Option:
     return Option(
         name=name,
-        kept_bytes=found.kept_bytes,
+        kept_bytes=max(found.kept_bytes + more_kept, 0),
         forward_bytes=found.forward_bytes,
-        backward_bytes=max(found.backward_bytes - less_in_backward, 0),
+        backward_bytes=max(found.backward_bytes + more_kept - less_in_backward, 0),
         extra_ns=extra_ns,
     )
 

@@ -169,9 +169,7 @@ class _Probing:
         """Alike are only units that compute as much; those that do not run once are no units."""
         recording = self.traces[0].base.recording
         flops = {
-            element.unit: sum(
-                work.flops for at, work in recording.work if element.forward[0] < at <= element.forward[1]
-            )
+            element.unit: sum(work.flops for _, work in recording.work[slice(*element.forward_work)])
             for element in self.elements[0]
         }
         self.kinds = {name: (kind, flops[name]) for name, kind in self.kinds.items() if name in flops}

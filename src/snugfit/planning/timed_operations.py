@@ -289,6 +289,14 @@ def _on_images(device: torch.device, a: torch.Tensor, b: torch.Tensor) -> Iterat
         "native_batch_norm_backward",
         lambda: backward(gradient, image, weight, mean, deviation, mean, deviation, True, 1e-5, every),
     )
+    shape = (image.shape[0], channels, side * side, min(4, channels))
+    yield "native_group_norm", lambda: _aten.native_group_norm.default(image, weight, bias, *shape, 1e-5)
+    _, means, deviations = _aten.native_group_norm.default(image, weight, bias, *shape, 1e-5)
+    group_backward = _aten.native_group_norm_backward.default
+    yield (
+        "native_group_norm_backward",
+        lambda: group_backward(gradient, image, means, deviations, weight, *shape, every),
+    )
     window = ([2, 2], [2, 2], [0, 0], [1, 1], False)
     pooled, indices = _aten.max_pool2d_with_indices.default(image, *window)
     yield "max_pool2d_with_indices", lambda: _aten.max_pool2d_with_indices.default(image, *window)

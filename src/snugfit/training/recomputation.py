@@ -37,6 +37,14 @@ def is_watched() -> bool:
     return _watched.get()
 
 
+_begun = [0]
+
+
+def num_begun() -> int:
+    """How many repetitions have begun in this process, those included that hand out all that is asked for."""
+    return _begun[0]
+
+
 _last: list[tuple[str, ...]] = [()]
 "Of the segment that was repeated last, on whatever thread backward ran."
 
@@ -114,6 +122,7 @@ def repetition(first: FirstForward, names: tuple[str, ...]) -> Iterator[None]:
     """
     token = _recomputing.set(True)
     _last[0] = names
+    _begun[0] += 1
     try:
         with ExitStack() as stack:
             if first.drawn is not None:

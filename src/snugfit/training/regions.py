@@ -64,10 +64,14 @@ class Region:
                 self._repeat()
             except _Enough:
                 return
+        if filled.number >= len(self._places):  # a forward has caught what was to end it
+            return
         raise self.differs(f"a different number of tensors: {len(self._places)}, and {filled.number} in the repetition")
 
     def fill(self, number: int, tensor: Tensor, backward: Any) -> None:
         """Put a tensor into its place, and end the repetition if it was the last one."""
+        if number >= len(self._places):
+            raise _Enough
         place, kind = self._places[number](), self._kinds[number]
         if place is not None:
             if kind != _kind(tensor):
