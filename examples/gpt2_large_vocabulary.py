@@ -1,8 +1,8 @@
 """GPT-2 small with a vocabulary of 128,000: the case in which the logits are the peak.
 
-What it shows: at 1,024 tokens a sample's logits alone are 0.5 GB in fp32, and three such tensors are alive at once. The
-loss is called as ``chunked_cross_entropy(..., chunks=None)``, which leaves the number of chunks to the plan. The head is
-tied to the embedding. Tokens are random; weights come from the configuration class.
+What it shows: at 1,024 tokens a sample's logits alone are 0.5 GB in fp32, and several such tensors are alive at once.
+The loss is called as ``chunked_cross_entropy(..., chunks=None)``, which leaves the number of chunks to the plan. The
+head is tied to the embedding. Tokens are random; weights come from the configuration class.
 
 How to run::
 
@@ -21,7 +21,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import snugfit
 
 CONFIG = GPT2Config(vocab_size=128_000)
-SMALL_CONFIG = GPT2Config(vocab_size=8_000, n_embd=64, n_layer=4, n_head=4, n_positions=64)
+SMALL_CONFIG = GPT2Config(
+    vocab_size=8_000, bos_token_id=0, eos_token_id=0, n_embd=64, n_layer=4, n_head=4, n_positions=64
+)
 
 
 def loss(model: nn.Module, micro_batch: dict[str, Tensor]) -> Tensor:

@@ -31,7 +31,7 @@ def model() -> nn.Module:
 
 
 def group_norm_model() -> nn.Module:
-    return snugfit.norms.to_group_norm(model())
+    return snugfit.norms.to_group_norm(model(), groups=32)
 
 
 def loss(model: nn.Module, micro_batch: dict[str, Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Stable Diffusion 1.5's UNet, fine-tuned at 512 pixels: a model with skip connections and a rate that follows the batch.
+"""Stable Diffusion 1.5's UNet, fine-tuned at 512 pixels: skip connections, and a rate that follows the batch size.
 
 What it shows: what a down block makes is needed again by the up block on its level, so that the model is no plain
 chain; and the learning rate is one that was found for a batch of ``REFERENCE_BATCH_SIZE``, scaled by the square root

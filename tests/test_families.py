@@ -156,8 +156,16 @@ def test_alike_blocks_share_their_options_and_one_trace_shows_them_all():
     family = family_of(decoder_job(), hardware.resolve("rtx-3060-12gb"), "32-true")
     assert len(family.probe.traces) == 1
     assert set(family.probe.places["blocks.0"]) == {
-        NOTHING, "full", "attention", "mlp", "each part", "keep-matmul", "keep-attention"
-    }  # fmt: skip
+        NOTHING,
+        "full",
+        "keep-matmul",
+        "attention",
+        "mlp",
+        "each part",
+        "keep-attention",
+        "attention, keep-matmul",
+        "mlp, keep-matmul",
+    }
     assert len({id(family.probe.places[f"blocks.{i}"]) for i in range(10)}) == 1
 
 

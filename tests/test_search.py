@@ -7,7 +7,7 @@ from torch import nn
 
 import snugfit
 from snugfit import hardware
-from snugfit.planning import options, search
+from snugfit.planning import options
 from snugfit.planning.scaling import NotAffineError, ScaledTrace
 from snugfit.sizes import GIB, MIB
 

@@ -44,8 +44,8 @@ class HostSide:
         """
         is_repeated = work.phase == "backward" and torch.is_grad_enabled()  # autograd's own formulas record nothing
         num_begun = recomputation.num_begun()
-        is_begun = num_begun > self._num_begun or (is_repeated and not self._was_repeated)  # the latter: torch's own
-        begins = self._begun or ("segment" if is_begun else "")
+        is_begun = is_repeated or num_begun > self._num_begun  # one that hands out all that is asked for runs nothing
+        begins = self._begun or ("segment" if is_begun and not self._was_repeated else "")
         self._begun, self._was_repeated, self._num_begun = "", is_repeated, num_begun
         source = self._place_of(args[0]) if place and args and isinstance(args[0], Tensor) else ""
         return work._replace(

@@ -5,7 +5,8 @@ room; where it needs much less, once more in all of it.
 """
 
 import gc
-from collections.abc import Callable, Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from snugfit.memory.events import Work
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory.traces import Trace
 from snugfit.planning import cost, explain, options, scale, ways_out
+from snugfit.planning.errands import Errand, errand
 from snugfit.planning.joint import ANY, BLOCKS, NONE, Choice, JointSearch, family_of
 from snugfit.planning.ladder import ACCUMULATION, CHECKPOINTING, CHOSEN, FULL_BATCH, MIXED_PRECISION, Candidate, Rung
 from snugfit.planning.plan_report import PlanReport
@@ -62,11 +64,14 @@ class Search:
         self.precisions = options.precisions(self.device, self.fixed)
         self.joint = JointSearch(job, self.device, self.first, self.fixed, self.model, self.budget_bytes)
         self.traced: dict[Plan, _Traced] = {}
+        self.begun: dict[Plan, Errand[list[_Traced]]] = {}
 
     def run(self) -> PlanReport:
         """Climb the ladder, then choose among all plans."""
         plain = replace(self.first, precision=self.precisions[0].value)
         mixed = replace(self.first, precision=self.precisions[-1].value)
+        self._begin(dict.fromkeys((plain, mixed)))
+        self.joint.prepare(mixed)  # meanwhile; of no use where the whole batch fits, which is seen later
         rungs = [(f"{FULL_BATCH}, {options.short(plain.precision)}", self._exact(plain))]
         if mixed != plain:
             rungs.append((MIXED_PRECISION, self._exact(mixed)))
@@ -81,14 +86,21 @@ class Search:
 
     def _middle_rungs(self, mixed: Plan) -> list[tuple[str, _Traced]]:
         """Accumulation by itself, then with every block recomputed."""
-        found = []
-        for name, recompute in ((ACCUMULATION, NONE), (CHECKPOINTING, BLOCKS)):
-            if recompute == NONE and ("micro_batch_size" in self.fixed or mixed.samples_per_rank == 1):
-                continue
-            if recompute == BLOCKS and not self.joint.names:
-                continue
-            found.append((name, self._by_itself(mixed, recompute)))
-        return found
+        wanted = []
+        if "micro_batch_size" not in self.fixed and mixed.samples_per_rank > 1:
+            wanted.append((ACCUMULATION, NONE))
+        if self.joint.names:
+            wanted.append((CHECKPOINTING, BLOCKS))
+        first = [self.joint.best(mixed, recompute) for _, recompute in wanted[1:]]
+        self._begin([choice.plan for choice in first if choice is not None])
+        return [(name, self._by_itself(mixed, recompute)) for name, recompute in wanted]
+
+    def _begin(self, plans: Iterable[Plan]) -> None:
+        """Let plans be traced that will be asked for, while something else is done."""
+        wanted = [plan for plan in plans if plan not in self.traced]
+        if wanted:
+            begun = errand(lambda: [self._trace(plan) for plan in wanted])
+            self.begun.update(dict.fromkeys(wanted, begun))
 
     def _by_itself(self, like: Plan, recompute: str) -> _Traced:
         """The fastest plan of a family that fits by its own trace; the one that needs least if none does."""
@@ -173,10 +185,10 @@ class Search:
     def _learn(self, choice: Choice, traced: _Traced) -> None:
         """Remember by how much the chain's prediction was off: blocks and their order, runs."""
         beyond = traced.memory.peak_reserved_bytes - choice.allocated_bytes
-        known = self.joint.surplus.get(choice.family, 0)
+        known = self.joint.surplus.get(choice.kind, 0)
         if not traced.fits:  # never twice the same room
             beyond = max(beyond, known + (traced.memory.needed_bytes - self.budget_bytes))
-        self.joint.surplus[choice.family] = beyond
+        self.joint.surplus[choice.kind] = beyond
 
     def _has_room(self, choice: Choice, traced: _Traced) -> bool:
         """Whether a plan that fits was chosen in much less room than there is."""
@@ -187,21 +199,32 @@ class Search:
 
     def _exact(self, plan: Plan) -> _Traced:
         """A plan traced as it is."""
+        begun = self.begun.pop(plan, None)
+        if begun is not None:
+            for traced in begun.result():
+                self.traced[traced.plan] = traced
+                self.begun.pop(traced.plan, None)
         if plan not in self.traced:
             self.progress(f"trace: {options.short(plan.precision)}, micro-batch {plan.micro_batch_size}")
-            gc.collect()  # the last trace's tensors hold each other
-            trace = tracing.record_job(self.job, plan, self.device)
-            work = whole_window(trace, plan)
-            report = trace.report()
-            self.traced[plan] = _Traced(
-                plan=plan,
-                trace=trace,
-                memory=report,
-                fits=report.fits(self.budget_bytes),
-                step_time_s=cost.step_time(work, self.device),
-                flops=sum(item.flops for item in work),
-            )
+            self.traced[plan] = self._trace(plan)
         return self.traced[plan]
+
+    def _trace(self, plan: Plan) -> _Traced:
+        gc.collect()  # the last trace's tensors hold each other
+        with warnings.catch_warnings():
+            if plan.recompute:  # what it means to a model is said when the plan is carried out
+                warnings.simplefilter("ignore")
+            trace = tracing.record_job(self.job, plan, self.device)
+        work = whole_window(trace, plan)
+        report = trace.report()
+        return _Traced(
+            plan=plan,
+            trace=trace,
+            memory=report,
+            fits=report.fits(self.budget_bytes),
+            step_time_s=cost.step_time(work, self.device),
+            flops=sum(item.flops for item in work),
+        )
 
     def _infeasible(self, families: Sequence[Plan]) -> SnugfitError:
         for like in families:

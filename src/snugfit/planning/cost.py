@@ -36,11 +36,12 @@ EMULATED_SLOWDOWN = {
 }
 "How many times slower than float32 a dtype is that the device has no rate for; 1 where not listed, never below."
 
-UNCALIBRATED, CALIBRATED = 0.5, 0.2
+UNCALIBRATED, CALIBRATED = 0.5, 0.35
 """Relative uncertainty of a step's time.
 
 Without measured rates: whole training steps are published at 0.3 to 0.6 of the peak of one and the same card, and a
-CPU's peak itself is assumed. With them: see ``benchmarks/results/planning_order.md``.
+CPU's peak itself is assumed. With them: 11 % in the median, and all of nine jobs on a CPU; large depthwise
+convolutions take up to twice what is predicted (``benchmarks/results/planning_order.md``).
 """
 
 _LARGE_SIDE = 1e4

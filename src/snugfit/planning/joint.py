@@ -6,13 +6,14 @@ size the solver gives the fastest way to run that chain within the budget. What 
 """
 
 import gc
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from snugfit.errors import BatchError
+from snugfit.errors import BatchError, SnugfitError
 from snugfit.hardware import Device
 from snugfit.jobs import Job
 from snugfit.memory.reports import margin_bytes
@@ -48,14 +49,18 @@ class Choice:
     spans: tuple[Span, ...]
 
     @property
-    def family(self) -> str:
-        """What its plans have in common."""
-        return family_of(self.plan)
+    def kind(self) -> tuple[str, bool]:
+        """What plans have in common whose prediction is off by about the same."""
+        return _kind(self.plan)
 
 
 def family_of(plan: Plan) -> str:
     """The family of a plan: what needs a probe of its own."""
     return f"{plan.precision} {plan.sync}"
+
+
+def _kind(plan: Plan) -> tuple[str, bool]:
+    return family_of(plan), bool(plan.recompute)
 
 
 class JointSearch:
@@ -77,8 +82,8 @@ class JointSearch:
         self.names = () if "recompute" in fixed else units.named(model)
         self.allowed_bytes = allowed_bytes(budget_bytes, device)
         self.runs = True
-        self.surplus: dict[str, int] = {}
-        "By family: how many bytes a traced plan reserved beyond what its chain predicted."
+        self.surplus: dict[tuple[str, bool], int] = {}
+        "By family and whether anything is recomputed: what a traced plan reserved beyond what its chain predicted."
         self.updates = Updates(job, device)
         share = first.samples_per_rank
         given = "micro_batch_size" in fixed
@@ -90,6 +95,13 @@ class JointSearch:
         self._not_affine: set[str] = set()
         self.too_small: set[int] = set()
         "Micro-batch sizes at which the job cannot run (BatchNorm of one sample)."
+
+    def prepare(self, like: Plan) -> None:
+        """Make the probe of a family, if its sizes can be interpolated; what goes wrong is said when it is needed."""
+        try:
+            self._family(replace(like, micro_batch_size=self._pair[0]))
+        except SnugfitError:
+            return
 
     def best(self, like: Plan, recompute: str = ANY) -> Choice | None:
         """The fastest choice of a family that is predicted to fit; None if there is none.
@@ -113,7 +125,7 @@ class JointSearch:
                 if in_vain == _WORSE_IN_A_ROW:
                     break
                 continue
-            spans = self._spans(chain, self._room(plan), recompute)
+            spans = self._spans(plan, chain, recompute)
             if spans is not None:
                 found.append(self.choice(plan, chain, *spans))
                 self.contenders[replace(plan, recompute=())] = found[-1]
@@ -172,7 +184,7 @@ class JointSearch:
         yield like
         size = self.sizes(family_of(like))[0]
         plan = replace(like, micro_batch_size=size)
-        chain, room = self.chain(plan), self._room(plan)
+        chain, room = self.chain(plan), self._room(plan, ())
         time = self._seconds(plan, chain, 0) * 1e9
         forms = [like]
         matters = chain.update_ns > _MUCH_TIME * time or chain.floor_bytes > _MUCH * room
@@ -197,7 +209,9 @@ class JointSearch:
         return Choice(
             plan=replace(plan, recompute=segments),
             step_time_s=self._seconds(plan, chain, extra_ns),
-            allocated_bytes=chain.needed_bytes(spans) if not any(span.inner for span in spans) else self._room(plan),
+            allocated_bytes=self._room(plan, segments)
+            if any(span.inner for span in spans)
+            else chain.needed_bytes(spans),
             chain=chain,
             spans=spans,
         )
@@ -209,7 +223,7 @@ class JointSearch:
 
     def needed_bytes(self, choice: Choice) -> int:
         """What a budget must hold for a choice, as far as its chain and what its family taught say."""
-        reserved = choice.allocated_bytes + self.surplus.get(choice.family, 0)
+        reserved = choice.allocated_bytes + self.surplus.get(choice.kind, 0)
         return reserved + self.device.context_bytes + margin_bytes(reserved, self.device.name)
 
     def least_needed(self, plan: Plan) -> int:
@@ -218,10 +232,16 @@ class JointSearch:
         found = solver.frontier(chain.units, floor_bytes=chain.floor_bytes, runs=self.runs).solution(0)
         return self.needed_bytes(self.choice(plan, chain, found.choices, found.extra_ns))
 
-    def _spans(self, chain: Chain, room: int, recompute: str) -> tuple[tuple[Span, ...], int] | None:
-        """The fastest way to run a chain within so many bytes, and its extra time."""
-        if recompute != ANY:
-            spans = chain.all_by(NOTHING if recompute == NONE else units.FULL)
+    def _spans(self, plan: Plan, chain: Chain, recompute: str) -> tuple[tuple[Span, ...], int] | None:
+        """The fastest way to run a chain that is predicted to fit, and its extra time."""
+        room = self._room(plan, plan.recompute)
+        if recompute != BLOCKS and chain.needed_bytes(chain.all_by(NOTHING)) <= room:
+            return chain.all_by(NOTHING), 0
+        if recompute == NONE:
+            return None
+        room = self._room(plan, self.names)
+        if recompute == BLOCKS:
+            spans = chain.all_by(units.FULL)
             return (spans, chain.extra_ns(spans)) if chain.needed_bytes(spans) <= room else None
         moved = chain
         for _ in range(_HELD_ROUNDS):
@@ -244,15 +264,16 @@ class JointSearch:
         if not self.names or not self.runs:
             return None
         plan = replace(like, micro_batch_size=min(self.sizes(family_of(like))))
-        chain, room = self.chain(plan), self._room(plan)
+        chain, room = self.chain(plan), self._room(plan, self.names)
         if chain.floor_bytes > room:
             return None
         moved = chain.holding(chain.all_by(units.FULL))
         solution = nested.frontier(moved.units, floor_bytes=chain.floor_bytes, budget_bytes=room).within(room)
         return None if solution is None else self.choice(plan, chain, solution.choices, solution.extra_ns)
 
-    def _room(self, plan: Plan) -> int:
-        return self.allowed_bytes - self.surplus.get(family_of(plan), 0)
+    def _room(self, plan: Plan, recomputed: Sequence[object]) -> int:
+        """Bytes that the chain of a plan may need, if something is recomputed or nothing is."""
+        return self.allowed_bytes - self.surplus.get((family_of(plan), bool(recomputed)), 0)
 
     def _seconds(self, plan: Plan, chain: Chain, extra_ns: int) -> float:
         rounds = plan.samples_per_rank / plan.micro_batch_size
@@ -267,7 +288,9 @@ class JointSearch:
             pair = (size, size) if size else self._pair
             own = replace(plan, optimizer_impl=self.first.optimizer_impl, loss_chunks=self.first.loss_chunks)
             try:
-                probe = probing.probe(self.job, own, self.device, self.model, self.names, pair)
+                with warnings.catch_warnings():  # of what its options would mean, which nobody chose
+                    warnings.simplefilter("ignore")
+                    probe = probing.probe(self.job, own, self.device, self.model, self.names, pair)
             except (NotAffineError, BatchError):
                 if size:
                     raise

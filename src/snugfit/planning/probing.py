@@ -117,10 +117,8 @@ class _Probing:
         first_step = cut(base.base.recording, base.steps[1], list(self.kinds))
         self._tell_apart()
         self._note(carried)
-        while len(self.traces) < _MOST_TRACES:
+        while len(self.traces) < _MOST_TRACES and self._lacks_essentials():
             more = self._spread()
-            if all(option == NOTHING for option in more.values()):
-                break
             try:
                 self._trace(self.job, more, _ONE_MICRO_BATCH)
             except (PlanError, UnsupportedError):  # what is known so far will do
@@ -154,6 +152,13 @@ class _Probing:
             for name, option in zip_longest(_from_the_middle(names), missing[: len(names)], fillvalue=NOTHING):
                 carried[name] = option
         return carried
+
+    def _lacks_essentials(self) -> bool:
+        return any(
+            option in self.options[name].segments and option not in self.places[kind]
+            for name, kind in self.kinds.items()
+            for option in units.ESSENTIAL
+        )
 
     def _trace(self, job: Job, carried: Mapping[str, str], windows: Sequence[Sequence[int]]) -> None:
         recompute = tuple(

@@ -15,7 +15,9 @@ from snugfit.plans import Segment
 from snugfit.training import segments
 
 FULL, CHILDREN, OFFLOAD = "full", "each part", "offload"
-SELECTIVE = ("keep-matmul", "keep-attention")
+KEEP_PRODUCTS, KEEP_ATTENTION = "keep-matmul", "keep-attention"
+ESSENTIAL = (NOTHING, FULL, KEEP_PRODUCTS)
+"Options that are worth a trace of their own where too few alike units carry them all in one."
 
 _FEW_UNITS = 16
 "Below this number of units, those that hold a chain of blocks themselves are taken apart."
@@ -64,20 +66,22 @@ def alike(model: nn.Module, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def options_of(unit: nn.Module, *, offload: bool) -> Options:
-    """The options of a unit, ``"nothing"`` first.
+    """The options of a unit, ``"nothing"`` first, then those that matter most.
 
     Args:
         unit: The module.
         offload: Whether keeping its saved tensors on the host is one.
     """
     found: dict[str, tuple[Segment, ...]] = {NOTHING: (), FULL: (Segment(("",)),)}
+    found[KEEP_PRODUCTS] = (Segment(("",), KEEP_PRODUCTS),)
     parts = _parts(unit)
     for part in parts:
         found[part] = (Segment((part,)),)
     if len(parts) > 1:
         found[CHILDREN] = tuple(Segment((part,)) for part in parts)
-    for policy in SELECTIVE:
-        found[policy] = (Segment(("",), policy),)
+    found[KEEP_ATTENTION] = (Segment(("",), KEEP_ATTENTION),)
+    for part in parts:
+        found[f"{part}, {KEEP_PRODUCTS}"] = (Segment((part,), KEEP_PRODUCTS),)
     if offload:
         found[OFFLOAD] = (Segment(("",), OFFLOAD),)
     return Options(found)

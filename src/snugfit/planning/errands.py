@@ -1,0 +1,102 @@
+"""Traces of one search that do not wait for each other: one of them in a forked copy of this process, on another core.
+
+Entry point: ``errand``. What comes back is what the same call gives here, where it is made instead if there is no
+second core, if this process has threads or CUDA (neither survives a fork), or if the copy failed in any way.
+"""
+
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+_PATIENCE_S = 300.0
+"After which a copy that says nothing is given up: a fork of somebody else's locks can hang."
+
+
+def errand(work: Callable[[], Result]) -> "Errand[Result]":
+    """Begin some work, in a copy of this process where that is possible.
+
+    Args:
+        work: Changes nothing that anybody looks at later; its result can be pickled.
+    """
+    return Errand(work, *_fork(work)) if _is_possible() else Errand(work)
+
+
+class Errand(Generic[Result]):
+    """Work that may be under way elsewhere."""
+
+    def __init__(self, work: Callable[[], Result], child: int | None = None, pipe: int | None = None) -> None:
+        self._work, self._child, self._pipe = work, child, pipe
+
+    def result(self) -> Result:
+        """Wait for the result; made here where there is none. Errors of the work are raised here."""
+        if self._child is None or self._pipe is None:
+            return self._work()
+        document = _read(self._pipe)
+        child, self._child = self._child, None
+        _end(child)
+        try:
+            result: Result = pickle.loads(document)  # of our own copy
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError):
+            return self._work()
+        return result
+
+    def __del__(self) -> None:
+        if self._child is not None:
+            _end(self._child)
+
+
+def _is_possible() -> bool:
+    alone = threading.active_count() == 1 and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return sys.platform == "linux" and alone and len(os.sched_getaffinity(0)) > 1
+
+
+def _fork(work: Callable[[], Any]) -> tuple[int, int]:
+    reading, writing = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child:
+        os.close(writing)
+        return child, reading
+    try:  # nothing of the copy may be seen but its result
+        os.close(reading)
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        torch.set_num_threads(1)  # a pool of threads is not copied
+        document = pickle.dumps(work(), protocol=pickle.HIGHEST_PROTOCOL)
+        with os.fdopen(writing, "wb") as stream:
+            stream.write(document)
+    finally:
+        os._exit(0)
+
+
+def _read(pipe: int) -> bytes:
+    """What a copy wrote; nothing if it takes too long or ends without a word."""
+    parts: list[bytes] = []
+    deadline = time.monotonic() + _PATIENCE_S
+    with os.fdopen(pipe, "rb", buffering=0) as stream:
+        while select.select([stream], [], [], max(deadline - time.monotonic(), 0))[0]:
+            part = stream.read(1 << 20)
+            if not part:
+                return b"".join(parts)
+            parts.append(part)
+    return b""
+
+
+def _end(child: int) -> None:
+    try:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass
