@@ -41,6 +41,8 @@ class Predicted:
 
     memory: MemoryReport
     seconds: float
+    tf32_seconds: float
+    "The same where fp32 products may use TF32."
 
     @property
     def saved_bytes(self) -> int:
@@ -53,7 +55,8 @@ def predict(job: Job, plan: Plan, device: str) -> Predicted:
     gc.collect()  # a trace's tensors hold each other
     card = hardware.resolve(device)
     trace = tracing.record_job(job, plan, card)
-    return Predicted(trace.report(), cost.step_time(whole_window(trace, plan), card))
+    work = whole_window(trace, plan)
+    return Predicted(trace.report(), *(cost.step_time(work, card, tf32=allowed) for allowed in (False, True)))
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
@@ -86,12 +89,16 @@ def activations() -> list[str]:
         found = predict(job, plan, A100)
         peak = found.memory.peak_allocated_bytes
         ratios = (found.saved_bytes / full.saved_bytes, peak / full.memory.peak_allocated_bytes)
-        time = found.seconds / full.seconds
-        rows.append((name, gib(found.saved_bytes), f"{ratios[0]:.3f}", gib(peak), f"{ratios[1]:.3f}", f"{time:.2f}"))
+        times = (found.seconds / full.seconds, found.tf32_seconds / full.tf32_seconds)
+        shown = (gib(found.saved_bytes), f"{ratios[0]:.3f}", gib(peak), f"{ratios[1]:.3f}")
+        rows.append((name, *shown, *(f"{time:.2f}" for time in times)))
     return [
-        f"BERT-large, 512 tokens, batch 32, AdamW, on {A100}; fp32 without TF32, torch's default.",
+        f"BERT-large, 512 tokens, batch 32, AdamW, on {A100}. Time against the first row: fp32 products without "
+        "TF32, torch's default, and with it.",
         "",
-        *table(("plan", "saved for backward", "of the first", "peak allocated", "of the first", "time"), rows),
+        *table(
+            ("plan", "saved for backward", "of the first", "peak allocated", "of the first", "time", "with TF32"), rows
+        ),
     ]
 
 
@@ -133,10 +140,21 @@ def precision() -> list[str]:
         for card in ("rtx-3060-12gb", A100):
             fp32, bf16 = (predict(job, replace(plan, precision=one), card) for one in ("32-true", "bf16-mixed"))
             peaks = [one.memory.peak_allocated_bytes for one in (fp32, bf16)]
-            ratios = (peaks[1] / peaks[0], bf16.saved_bytes / fp32.saved_bytes, fp32.seconds / bf16.seconds)
+            ratios = (peaks[1] / peaks[0], bf16.saved_bytes / fp32.saved_bytes)
+            ratios += (fp32.seconds / bf16.seconds, fp32.tf32_seconds / bf16.seconds)
             shown = [f"{ratio:.2f}" for ratio in ratios]
             rows.append((name, f"{batch} x {length}", card, gib(peaks[0]), gib(peaks[1]), *shown))
-    head = ("model", "batch", "card", "fp32 peak", "bf16-mixed peak", "ratio", "ratio of saved", "speed")
+    head = (
+        "model",
+        "batch",
+        "card",
+        "fp32 peak",
+        "bf16-mixed peak",
+        "ratio",
+        "ratio of saved",
+        "speed",
+        "against TF32",
+    )
     return ["AdamW; the saved of bf16-mixed include cast copies of the weights.", "", *table(head, rows)]
 
 
@@ -160,13 +178,12 @@ def seven_billion() -> list[str]:
         ("bf16-true, 64 x 1, runs of 4 layers", replace(low, micro_batch_size=1, recompute=fours)),
         ("bf16-true, 64 x 1, every layer", replace(low, micro_batch_size=1, recompute=blocks)),
         (
-            "the same, stochastic rounding, bf16 sums",
+            "the same, gradients summed in bf16",
             replace(
                 low,
                 micro_batch_size=1,
                 recompute=blocks,
-                bf16_update="stochastic-rounding",
-                gradient_dtype="bf16",
+                gradient_dtype="parameter",
             ),
         ),
     ):
@@ -316,7 +333,7 @@ def replace_optimizer(job: Job, rate: float) -> Job:
 def many_steps() -> tuple[list[str], bool]:
     """F13: the same batch in more steps, the same data in fewer updates, sums in bf16."""
     module = _language_model()
-    samples = 4096
+    samples = 1024
     rows, whole = [], None
     for steps in (1, 4, 16, 32):
         losses, engine = _run(module, 32, steps, samples)
@@ -371,10 +388,14 @@ def noise() -> list[str]:
     torch.manual_seed(0)
     model = job.model()
     found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-    full = module.block_batch(module.corpus(validation=False), list(range(0, 64 * 32 * 7, 7)))
+    text = module.corpus(validation=False)
+    shuffled = torch.randperm(
+        module.num_blocks(text), generator=torch.Generator().manual_seed(0)
+    )  # files are correlated
+    full = module.block_batch(text, shuffled[: 32 * 32].tolist())
     for size in (8, 32):
         gradients, losses = [], []
-        for start in range(0, 64 * 32, size):
+        for start in range(0, 32 * 32, size):
             part = {name: value[start : start + size] for name, value in full.items()}
             mean = job.loss(model, part).total / part["labels"].numel()
             gradient = torch.autograd.grad(mean, list(model.parameters()))
@@ -392,15 +413,15 @@ def noise() -> list[str]:
     scale = float("nan")
     for number, batch in enumerate(job.data()):
         result = engine.step(batch)
-        if number == 150:
+        if number == 100:
             scale = float(result.metrics["gradient_noise_scale"])
             break
     return [
-        "The same model at its start, 2,048 samples in batches of 8 and of 32:",
+        "The same model at its start, 1,024 samples in batches of 8 and of 32:",
         "",
         *table(("batch", "batches", "scatter of the loss", "scatter of the gradient, of its mean's norm"), rows),
         "",
-        f"Ratios {ratios[0]:.2f} and {ratios[1]:.2f}; sqrt(32 / 8) = 2 is predicted. `gradient_noise_scale` after 150 "
+        f"Ratios {ratios[0]:.2f} and {ratios[1]:.2f}; sqrt(32 / 8) = 2 is predicted. `gradient_noise_scale` after 100 "
         f"windows of 4 x 8: {scale:,.0f} tokens, {scale / module.CONTEXT:.0f} samples.",
     ]
 

@@ -123,12 +123,14 @@ def alive_in_last_micro_batch(trace, *, rounded):
 @pytest.mark.parametrize(
     ("job", "card", "precision", "tolerance"),
     [
-        (decoder_job, "cpu", "32-true", 0.005),
+        (decoder_job, "cpu", "32-true", 0.0),
         (decoder_job, "rtx-3060-12gb", "bf16-mixed", 0.002),  # sizes of some kernels' temporaries are not affine
         (skipping_job, "rtx-3060-12gb", "32-true", 0.02),  # where skips end is known for the options that were probed
     ],
 )
-def test_the_chain_needs_what_a_trace_of_the_very_plan_needs(job, card, precision, tolerance):
+def test_the_chain_needs_what_a_trace_of_the_very_plan_needs_but_for_one_tensor_between_blocks(
+    job, card, precision, tolerance
+):
     job, device = job(), hardware.resolve(card)
     family = family_of(job, device, precision)
     draw = random.Random(0)
@@ -147,7 +149,8 @@ def test_the_chain_needs_what_a_trace_of_the_very_plan_needs(job, card, precisio
             trace = tracing.record_job(job, plan, device, ((0,), (0, 1)) if number > 1 else ((0,), (0,)))
             needed = alive_in_last_micro_batch(trace, rounded=device.kind == "cuda")
             if chain.needed_bytes(spans) > chain.floor_bytes:
-                assert chain.needed_bytes(spans) == pytest.approx(needed, rel=tolerance, abs=1)
+                between_blocks = size * TOKENS * WIDTH * 4
+                assert abs(chain.needed_bytes(spans) - needed) <= tolerance * needed + between_blocks
                 compared += 1
     assert compared > 3
 

@@ -11,7 +11,8 @@ from snugfit import hardware
 from snugfit.memory import tracing
 from snugfit.memory.events import Birth, Recording
 from snugfit.memory.steps import leftovers
-from snugfit.planning.scaling import ScaledTrace
+from snugfit.planning import probing
+from snugfit.planning.families import Family
 
 WIDTH = 64
 NUMBERS = 4096
@@ -148,9 +149,10 @@ def test_results_that_are_kept_beyond_a_trace_do_not_disturb_the_next_one():
 
 def test_a_family_of_plans_counts_leftovers_by_the_number_of_micro_batches():
     plan = snugfit.Plan(batch_size=512, micro_batch_size=512)
-    family = ScaledTrace.record(job(keeps), plan, hardware.resolve("cpu"), (128, 200))
-    window = [sum(family.report(32, number).at("step end").values()) for number in (2, 16)]
-    assert window[1] - window[0] == 14 * 32 * WIDTH * 4
+    job_of = job(keeps)
+    family = Family(probing.probe(job_of, plan, hardware.resolve("cpu"), tracing.skeleton(job_of), (), (128, 64)))
+    floors = [family.chain(32, number).floor_bytes for number in (2, 16)]
+    assert floors[1] - floors[0] == 14 * 32 * WIDTH * 4
 
 
 def test_what_takes_the_place_of_something_smaller_grows_by_the_difference():

@@ -7,6 +7,7 @@ room; where it needs much less, once more in all of it.
 import gc
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from snugfit.planning.errands import Errand, errand
 from snugfit.planning.joint import ANY, BLOCKS, NONE, Choice, JointSearch, family_of
 from snugfit.planning.ladder import ACCUMULATION, CHECKPOINTING, CHOSEN, FULL_BATCH, MIXED_PRECISION, Candidate, Rung
 from snugfit.planning.plan_report import PlanReport
-from snugfit.plans import Plan
+from snugfit.plans import Plan, Segment
 from snugfit.training import fingerprint
 
 
@@ -70,11 +71,16 @@ class Search:
         """Climb the ladder, then choose among all plans."""
         plain = replace(self.first, precision=self.precisions[0].value)
         mixed = replace(self.first, precision=self.precisions[-1].value)
-        self._begin(dict.fromkeys((plain, mixed)))
-        self.joint.prepare(mixed)  # meanwhile; of no use where the whole batch fits, which is seen later
+        if mixed != plain:
+            self._begin([plain])
+        whole = self._exact(mixed)
+        if not whole.fits and whole.memory.static_bytes <= self.joint.allowed_bytes:
+            self.joint.prepare(mixed)
         rungs = [(f"{FULL_BATCH}, {options.short(plain.precision)}", self._exact(plain))]
         if mixed != plain:
-            rungs.append((MIXED_PRECISION, self._exact(mixed)))
+            rungs.append((MIXED_PRECISION, whole))
+        if all(traced.memory.static_bytes > self.joint.allowed_bytes for _, traced in rungs):
+            raise self._hopeless(mixed)
         if not rungs[-1][1].fits and "recompute" not in self.fixed:
             rungs += self._middle_rungs(mixed)
         elif not rungs[-1][1].fits and "micro_batch_size" not in self.fixed:
@@ -226,11 +232,23 @@ class Search:
             flops=sum(item.flops for item in work),
         )
 
+    def _hopeless(self, like: Plan) -> SnugfitError:
+        """Weights, gradients and state of the optimizer alone are too large, at any micro-batch size."""
+        blocks = tuple(Segment((name,)) for name in self.joint.names)
+        size = self.joint.sizes(family_of(like))[-1]
+        with suppress(SnugfitError):  # its micro-batches are too small, or its blocks cannot be recomputed
+            self._exact(replace(like, micro_batch_size=size, recompute=blocks or like.recompute))
+        return self._without_plan()
+
     def _infeasible(self, families: Sequence[Plan]) -> SnugfitError:
         for like in families:
             choice = self.joint.smallest(like)
             if choice.plan not in self.traced:
                 self._attempt(choice)
+        return self._without_plan()
+
+    def _without_plan(self) -> SnugfitError:
+        """The error, about what needed least of all that was traced."""
         smallest = min(self.traced.values(), key=lambda traced: traced.memory.needed_bytes)
         self.progress("ways out")
         ways = ways_out.ways_out(

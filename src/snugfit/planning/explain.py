@@ -112,8 +112,10 @@ def notes(ladder: Sequence[Rung], chosen: Plan, device: Device) -> tuple[str, ..
         more = sizes.text(mixed.memory.peak_reserved_bytes - plain.memory.peak_reserved_bytes)
         found.append(f"mixed precision needs {more} more than fp32 here: autocast keeps a cast copy of the weights")
     accumulated = by_name.get(ACCUMULATION)
-    if accumulated is not None and accumulated.fits and chosen.recompute:
-        faster = 1 - ladder[-1].step_time_s / accumulated.step_time_s
+    last = ladder[-1]
+    larger = accumulated is not None and chosen.micro_batch_size > accumulated.plan.micro_batch_size
+    if accumulated is not None and accumulated.fits and chosen.recompute and larger and last.plan == chosen:
+        faster = 1 - last.step_time_s / accumulated.step_time_s
         found.append(
             f"accumulation alone fits, but with recomputation micro-batches can hold {chosen.micro_batch_size} samples "
             f"instead of {accumulated.plan.micro_batch_size}: {faster:.1%} less time"

@@ -239,8 +239,10 @@ class Family:
         """What micro-batches that were not traced leave alive."""
         if number <= 2 or not self._base.adds_up:
             return 0
-        del size
-        return (number - 2) * sum(leftovers.added_bytes(self._base.base.recording))
+        births, sizes = self._base.base.recording.births, self._base.birth_bytes(size)
+        added = leftovers.added(self._base.base.recording)
+        each = sum(more * int(sizes[index]) / births[index].num_bytes for index, more in added.items())
+        return round((number - 2) * each)
 
 
 def update(trace: ScaledTrace, micro_batch_size: int) -> tuple[int, int]:

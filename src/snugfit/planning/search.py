@@ -71,7 +71,8 @@ def _changed(
 ) -> PlanReport:
     """The plan of a job that is changed in an allowed way."""
     progress(way.change)
-    given = {**fixed, **{name: getattr(way.plan, name) for name in _OF_A_WAY}}
+    needs_bf16 = way.plan.precision == "bf16-true"  # else the search chooses anew
+    given = {**fixed, **{name: getattr(way.plan, name) for name in (_OF_A_WAY if needs_bf16 else ())}}
     if way.job is None or way.world_size > 1:  # more cards: what each needs is not traced but put together
         return PlanReport(
             plan=way.plan,
@@ -119,5 +120,5 @@ def _check_names(fixed: Mapping[str, Any], allow: Collection[str]) -> None:
             raise PlanError("unknown allowance", got=repr(name), expected=expected, hint="plan without it")
 
 
-_OF_A_WAY = ("precision", "gradient_dtype", "bf16_update", "shard")
-"Fields of a plan that a way out decides."
+_OF_A_WAY = ("precision", "gradient_dtype", "bf16_update")
+"Fields of a plan that a way out with bf16 weights decides."

@@ -14,7 +14,9 @@ NOTE [Rules of a region]
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,6 +25,18 @@ from torch.utils.checkpoint import CheckpointError
 
 from snugfit.errors import UnsupportedError
 from snugfit.training import torch_private
+
+_ends_early: ContextVar[bool] = ContextVar("snugfit_ends_early", default=True)
+
+
+@contextmanager
+def repeated_to_the_end() -> Iterator[None]:
+    """Regions that open in this context are repeated as a whole, so that their repetition has a result to look at."""
+    token = _ends_early.set(False)
+    try:
+        yield
+    finally:
+        _ends_early.reset(token)
 
 
 class Region:
@@ -34,7 +48,7 @@ class Region:
     """
 
     def __init__(self, repeat: Callable[[], None], names: tuple[str, ...]) -> None:
-        self._repeat, self._names = repeat, names
+        self._repeat, self._names, self._ends_early = repeat, names, _ends_early.get()
         self._places: list[weakref.ref[_Place]] = []
         self._kinds: list[tuple[Any, ...]] = []
 
@@ -77,7 +91,7 @@ class Region:
             if kind != _kind(tensor):
                 raise self.differs(f"tensor {number} was {_named(kind)} and is {_named(_kind(tensor))} now")
             place.tensors[backward] = tensor
-        if number + 1 == len(self._places):
+        if self._ends_early and number + 1 == len(self._places):
             raise _Enough
 
     def differs(self, got: str) -> UnsupportedError:

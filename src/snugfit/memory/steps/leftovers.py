@@ -5,7 +5,6 @@ Left out: single numbers, such as the losses that an engine keeps until the wind
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,10 +30,9 @@ def grows(recording: Recording) -> bool:
     return bool(_left(recording))
 
 
-def added_bytes(recording: Recording) -> Iterator[int]:
-    """What every further micro-batch of the last window adds, by piece."""
-    for left in _left(recording)[-1:]:
-        yield from left.num_bytes.values()
+def added(recording: Recording) -> dict[int, int]:
+    """What every further micro-batch of the last window adds: birth to bytes."""
+    return {index: more for left in _left(recording)[-1:] for index, more in left.num_bytes.items()}
 
 
 def multiplied(recording: Recording, times: int) -> Recording:

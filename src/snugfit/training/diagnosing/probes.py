@@ -35,6 +35,7 @@ from snugfit.training.diagnosing.backward import Gradients
 from snugfit.training.diagnosing.origins import LOSS_FUNCTION, WORDS, Evidence, Origin
 from snugfit.training.diagnosing.ranges import HeadRoom, badness, largest, num_bad, type_name
 from snugfit.training.recomputation import is_recomputing
+from snugfit.training.regions import repeated_to_the_end
 from snugfit.training.torch_private import in_backward
 
 _MAX_OPERANDS = 3
@@ -119,7 +120,7 @@ class Watch(TorchFunctionMode):
         """Run the loss function under watch."""
         self._is_forward = True
         try:
-            with self, set_checkpoint_early_stop(False):  # so that repeated forwards have an output to look at
+            with self, set_checkpoint_early_stop(False), repeated_to_the_end():  # there is an output to look at
                 value = self._loss(model, micro_batch)
         finally:
             self._is_forward = False
