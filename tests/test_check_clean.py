@@ -320,7 +320,7 @@ def test_a_recomputation_that_draws_another_mask_would_be_caught(monkeypatch):
     forgetful = types.SimpleNamespace(**{**vars(segment_run.random_states), "set_torch": lambda states: None})
     monkeypatch.setattr(segment_run, "random_states", forgetful)
     report = check(job, plan, "cpu")
-    assert {hazard.kind for hazard in report.hazards} == {"dropout-not-replayed"}
+    assert {hazard.kind for hazard in report.hazards} == {"recompute-changes-gradient"}
     assert report.recompute_error > report.recompute_tolerance
 
 

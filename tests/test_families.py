@@ -128,7 +128,7 @@ def alive_in_last_micro_batch(trace, *, rounded):
         (skipping_job, "rtx-3060-12gb", "32-true", 0.02),  # where skips end is known for the options that were probed
     ],
 )
-def test_the_chain_needs_what_a_trace_of_the_very_plan_needs_but_for_one_tensor_between_blocks(
+def test_the_chain_needs_what_a_trace_of_the_very_plan_needs_but_for_two_tensors_between_blocks(
     job, card, precision, tolerance
 ):
     job, device = job(), hardware.resolve(card)
@@ -150,7 +150,7 @@ def test_the_chain_needs_what_a_trace_of_the_very_plan_needs_but_for_one_tensor_
             needed = alive_in_last_micro_batch(trace, rounded=device.kind == "cuda")
             if chain.needed_bytes(spans) > chain.floor_bytes:
                 between_blocks = size * TOKENS * WIDTH * 4
-                assert abs(chain.needed_bytes(spans) - needed) <= tolerance * needed + between_blocks
+                assert abs(chain.needed_bytes(spans) - needed) <= tolerance * needed + 2 * between_blocks
                 compared += 1
     assert compared > 3
 
