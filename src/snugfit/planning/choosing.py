@@ -4,39 +4,23 @@ Entry point: ``Search``. Where a trace needs more than the chain of units predic
 room; where it needs much less, once more in all of it.
 """
 
-import gc
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from snugfit import hardware, sizes
 from snugfit.errors import BatchError, PlanError, SnugfitError, UnsupportedError
 from snugfit.jobs import Job
 from snugfit.memory import tracing
-from snugfit.memory.events import Work
-from snugfit.memory.reports import MemoryReport
-from snugfit.memory.traces import Trace
-from snugfit.planning import cost, explain, options, scale, ways_out
+from snugfit.planning import explain, options, scale, ways_out
 from snugfit.planning.errands import Errand, errand
 from snugfit.planning.joint import ANY, BLOCKS, NONE, Choice, JointSearch, family_of
 from snugfit.planning.ladder import ACCUMULATION, CHECKPOINTING, CHOSEN, FULL_BATCH, MIXED_PRECISION, Candidate, Rung
 from snugfit.planning.plan_report import PlanReport
+from snugfit.planning.traced_plans import TracedPlan, as_candidate, traced_plan, undominated
 from snugfit.plans import Plan, Segment
 from snugfit.training import fingerprint
-
-
-@dataclass(frozen=True, slots=True)
-class _Traced:
-    """A plan and its own trace."""
-
-    plan: Plan
-    trace: Trace
-    memory: MemoryReport
-    fits: bool
-    step_time_s: float
-    flops: int
 
 
 class Search:
@@ -64,8 +48,8 @@ class Search:
         self.first = replace(first, fingerprint=first.fingerprint or fingerprint.of(self.model))
         self.precisions = options.precisions(self.device, self.fixed)
         self.joint = JointSearch(job, self.device, self.first, self.fixed, self.model, self.budget_bytes)
-        self.traced: dict[Plan, _Traced] = {}
-        self.begun: dict[Plan, Errand[list[_Traced]]] = {}
+        self.traced: dict[Plan, TracedPlan] = {}
+        self.begun: dict[Plan, Errand[list[TracedPlan]]] = {}
 
     def run(self) -> PlanReport:
         """Climb the ladder, then choose among all plans."""
@@ -75,7 +59,7 @@ class Search:
             self._begin([plain])
         whole = self._exact(mixed)
         if not whole.fits and whole.memory.static_bytes <= self.joint.allowed_bytes:
-            self.joint.prepare(mixed)
+            self.joint.prepare(mixed, whole.memory.peak_reserved_bytes)
         rungs = [(f"{FULL_BATCH}, {options.short(plain.precision)}", self._exact(plain))]
         if mixed != plain:
             rungs.append((MIXED_PRECISION, whole))
@@ -90,7 +74,7 @@ class Search:
             rungs.append((CHOSEN, chosen))
         return self._report(chosen, choice, rungs)
 
-    def _middle_rungs(self, mixed: Plan) -> list[tuple[str, _Traced]]:
+    def _middle_rungs(self, mixed: Plan) -> list[tuple[str, TracedPlan]]:
         """Accumulation by itself, then with every block recomputed."""
         wanted = []
         if "micro_batch_size" not in self.fixed and mixed.samples_per_rank > 1:
@@ -108,9 +92,10 @@ class Search:
             begun = errand(lambda: [self._trace(plan) for plan in wanted])
             self.begun.update(dict.fromkeys(wanted, begun))
 
-    def _by_itself(self, like: Plan, recompute: str) -> _Traced:
+    def _by_itself(self, like: Plan, recompute: str) -> TracedPlan:
         """The fastest plan of a family that fits by its own trace; the one that needs least if none does."""
         self.progress("units of the model")
+        found: TracedPlan | None = None
         for _ in range(_MOST_OF_A_RUNG):
             choice = self.joint.best(like, recompute)
             if choice is None:
@@ -120,12 +105,26 @@ class Search:
                 continue
             self._learn(choice, traced)
             if traced.fits:
-                return traced
-        while (traced := self._attempt(self.joint.smallest(like, recompute))) is None:
-            pass
-        return traced
+                found = self._larger(traced, like, recompute)
+                break
+        while found is None:
+            found = self._attempt(self.joint.smallest(like, recompute))
+        return found
 
-    def _choose(self, families: Sequence[Plan], rungs: Sequence[tuple[str, _Traced]]) -> tuple[_Traced, Choice | None]:
+    def _larger(self, found: TracedPlan, like: Plan, recompute: str) -> TracedPlan:
+        """A plan with larger micro-batches than one that leaves room, if there is one that fits as well."""
+        if not self._has_room(found):
+            return found
+        with self.joint.hoping():
+            choice = self.joint.best(like, recompute)
+        if choice is None or choice.plan.micro_batch_size <= found.plan.micro_batch_size:
+            return found
+        traced = self._attempt(choice)
+        return found if traced is None or not traced.fits else traced
+
+    def _choose(
+        self, families: Sequence[Plan], rungs: Sequence[tuple[str, TracedPlan]]
+    ) -> tuple[TracedPlan, Choice | None]:
         """The fastest plan that fits by its own trace.
 
         Raises:
@@ -147,13 +146,13 @@ class Search:
             if better:
                 best, chosen = traced, choice
             self._learn(choice, traced)
-            if traced.fits and not self._has_room(choice, traced):
+            if traced.fits and not self._has_room(traced):
                 break
         if best is None:
             raise self._infeasible(families)
         return best, chosen
 
-    def _next(self, families: Sequence[Plan], best: _Traced | None) -> Choice | None:
+    def _next(self, families: Sequence[Plan], best: TracedPlan | None) -> Choice | None:
         """The fastest choice of all families that was not traced yet and is faster than what is known to fit."""
         found: list[Choice] = []
         for family in families:
@@ -170,7 +169,7 @@ class Search:
         found = [choice for choice in found if best is None or choice.step_time_s < best.step_time_s * _FASTER]
         return min(found, key=lambda choice: choice.step_time_s, default=None)
 
-    def _attempt(self, choice: Choice) -> _Traced | None:
+    def _attempt(self, choice: Choice) -> TracedPlan | None:
         """The choice traced as it is; None where it cannot run, which is remembered.
 
         Its micro-batches are too small for BatchNorm, or units that are recomputed as one are no chain.
@@ -188,7 +187,7 @@ class Search:
             self.joint.runs = False
             return None
 
-    def _learn(self, choice: Choice, traced: _Traced) -> None:
+    def _learn(self, choice: Choice, traced: TracedPlan) -> None:
         """Remember by how much the chain's prediction was off: blocks and their order, runs."""
         beyond = traced.memory.peak_reserved_bytes - choice.allocated_bytes
         known = self.joint.surplus.get(choice.kind, 0)
@@ -196,14 +195,14 @@ class Search:
             beyond = max(beyond, known + (traced.memory.needed_bytes - self.budget_bytes))
         self.joint.surplus[choice.kind] = beyond
 
-    def _has_room(self, choice: Choice, traced: _Traced) -> bool:
-        """Whether a plan that fits was chosen in much less room than there is."""
-        if choice.plan.accumulation_steps == 1 and not choice.plan.recompute:
+    def _has_room(self, traced: TracedPlan) -> bool:
+        """Whether a plan that fits leaves room that could make it faster."""
+        if traced.plan.accumulation_steps == 1 and not traced.plan.recompute:
             return False
         unused = self.budget_bytes - traced.memory.needed_bytes
         return unused > _MUCH * self.budget_bytes
 
-    def _exact(self, plan: Plan) -> _Traced:
+    def _exact(self, plan: Plan) -> TracedPlan:
         """A plan traced as it is."""
         begun = self.begun.pop(plan, None)
         if begun is not None:
@@ -213,24 +212,14 @@ class Search:
         if plan not in self.traced:
             self.progress(f"trace: {options.short(plan.precision)}, micro-batch {plan.micro_batch_size}")
             self.traced[plan] = self._trace(plan)
+        fastest = min((one for one in self.traced.values() if one.fits), key=lambda one: one.step_time_s, default=None)
+        for known, one in self.traced.items():
+            if one is not fastest and one.trace is not None:
+                self.traced[known] = replace(one, trace=None)
         return self.traced[plan]
 
-    def _trace(self, plan: Plan) -> _Traced:
-        gc.collect()  # the last trace's tensors hold each other
-        with warnings.catch_warnings():
-            if plan.recompute:  # what it means to a model is said when the plan is carried out
-                warnings.simplefilter("ignore")
-            trace = tracing.record_job(self.job, plan, self.device)
-        work = whole_window(trace, plan)
-        report = trace.report()
-        return _Traced(
-            plan=plan,
-            trace=trace,
-            memory=report,
-            fits=report.fits(self.budget_bytes),
-            step_time_s=cost.step_time(work, self.device),
-            flops=sum(item.flops for item in work),
-        )
+    def _trace(self, plan: Plan) -> TracedPlan:
+        return traced_plan(self.job, plan, self.device, self.budget_bytes)
 
     def _hopeless(self, like: Plan) -> SnugfitError:
         """Weights, gradients and state of the optimizer alone are too large, at any micro-batch size."""
@@ -262,7 +251,7 @@ class Search:
         )
         return explain.infeasible(smallest.plan, smallest.memory, self.budget_bytes, self.device, ways)
 
-    def _report(self, chosen: _Traced, choice: Choice | None, rungs: list[tuple[str, _Traced]]) -> PlanReport:
+    def _report(self, chosen: TracedPlan, choice: Choice | None, rungs: list[tuple[str, TracedPlan]]) -> PlanReport:
         first = rungs[0][1]
         ladder = tuple(
             Rung(
@@ -301,10 +290,10 @@ class Search:
             advice=scale.advice(
                 chosen.plan, chosen.memory, self.device, self.model, max_grad_norm=self.job.max_grad_norm
             ),
-            trace=chosen.trace,
+            trace=self.traced[chosen.plan].trace,
         )
 
-    def _runner_up(self, chosen: _Traced) -> Plan | None:
+    def _runner_up(self, chosen: TracedPlan) -> Plan | None:
         others = [
             traced
             for traced in self.traced.values()
@@ -312,9 +301,9 @@ class Search:
         ]
         return min(others, key=lambda traced: traced.step_time_s).plan if others else None
 
-    def _contenders(self, chosen: _Traced) -> tuple[Candidate, ...]:
+    def _contenders(self, chosen: TracedPlan) -> tuple[Candidate, ...]:
         """The plans worth trying out: those that were traced, and the choices at other sizes."""
-        found = {traced.plan: _as_candidate(traced) for traced in self.traced.values() if traced.fits}
+        found = {traced.plan: as_candidate(traced) for traced in self.traced.values() if traced.fits}
         for choice in self.joint.contenders.values():
             if choice.plan not in self.traced and self.joint.needed_bytes(choice) <= self.budget_bytes:
                 found[choice.plan] = self._candidate(choice)
@@ -330,16 +319,16 @@ class Search:
             step_time_s=choice.step_time_s,
         )
 
-    def _frontier(self, chosen: _Traced) -> tuple[Candidate, ...]:
+    def _frontier(self, chosen: TracedPlan) -> tuple[Candidate, ...]:
         """What the chains say of other budgets, and every plan that was traced."""
-        found = [_as_candidate(traced) for traced in self.traced.values()]
+        found = [as_candidate(traced) for traced in self.traced.values()]
         if family_of(chosen.plan) in self.joint.known_families:
             for choice in self.joint.frontier(chosen.plan, _FRONTIER_SIZES):
                 candidate = self._candidate(choice)
                 is_untried = candidate.fits and candidate.step_time_s < chosen.step_time_s
                 if choice.plan not in self.traced and not is_untried:
                     found.append(candidate)
-        return _undominated(found, chosen.plan)
+        return undominated(found, chosen.plan)
 
 
 _MOST_TRACES = 6
@@ -353,36 +342,5 @@ _FRONTIER_SIZES = 6
 "Micro-batch sizes of a frontier."
 
 
-def whole_window(trace: Trace, plan: Plan) -> list[Work]:
-    """The work of all micro-batches of a window, of which a trace runs two full ones and the tail."""
-    work = list(trace.work)
-    starts = trace.micro_batch_starts
-    missing = plan.accumulation_steps - len(starts)
-    if missing <= 0:
-        return work
-    last_backward = max(i for i, item in enumerate(work) if item.phase == "backward")
-    return work + work[starts[1] : (*starts, last_backward + 1)[2]] * missing
-
-
-def _as_candidate(traced: _Traced) -> Candidate:
-    return Candidate(
-        plan=traced.plan,
-        needed_bytes=traced.memory.needed_bytes,
-        peak_allocated_bytes=traced.memory.peak_allocated_bytes,
-        fits=traced.fits,
-        step_time_s=traced.step_time_s,
-        memory=traced.memory,
-    )
-
-
 def _kind(plan: Plan) -> tuple[Any, ...]:
     return plan.precision, plan.recompute
-
-
-def _undominated(candidates: Sequence[Candidate], chosen: Plan) -> tuple[Candidate, ...]:
-    """The candidates that no other beats in both time and memory, the chosen one always among them."""
-    frontier: list[Candidate] = []
-    for candidate in sorted(candidates, key=lambda c: (c.step_time_s, c.needed_bytes, c.plan != chosen)):
-        if candidate.plan == chosen or not frontier or candidate.needed_bytes < frontier[-1].needed_bytes:
-            frontier.append(candidate)
-    return tuple(frontier)

@@ -8,6 +8,7 @@ size the solver gives the fastest way to run that chain within the budget. What 
 import gc
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,12 +97,31 @@ class JointSearch:
         self.too_small: set[int] = set()
         "Micro-batch sizes at which the job cannot run (BatchNorm of one sample)."
 
-    def prepare(self, like: Plan) -> None:
-        """Make the probe of a family, if its sizes can be interpolated; what goes wrong is said when it is needed."""
+    def prepare(self, whole: Plan, reserved_bytes: int) -> None:
+        """Make the probe of a family, and expect that its plans reserve as much more than predicted as one did.
+
+        What goes wrong is said when the probe is needed.
+
+        Args:
+            whole: The plan of the family that was traced, without recomputation.
+            reserved_bytes: What it reserved.
+        """
         try:
-            self._family(replace(like, micro_batch_size=self._pair[0]))
+            chain = self.chain(whole)
         except SnugfitError:
             return
+        beyond = 1 - chain.needed_bytes(chain.all_by(NOTHING)) / reserved_bytes
+        for is_recomputed in (False, True):
+            self.surplus[family_of(whole), is_recomputed] = max(round(beyond * self.allowed_bytes), 0)
+
+    @contextmanager
+    def hoping(self) -> Iterator[None]:
+        """Take plans to reserve what their chains predict: the fragments of one need not be those of another."""
+        learnt, self.surplus = self.surplus, {}
+        try:
+            yield
+        finally:
+            self.surplus = learnt
 
     def best(self, like: Plan, recompute: str = ANY) -> Choice | None:
         """The fastest choice of a family that is predicted to fit; None if there is none.
@@ -133,7 +153,8 @@ class JointSearch:
         if not found:
             return self._nested(like) if recompute == ANY else None
         best = min(choice.step_time_s for choice in found)
-        return next(choice for choice in found if choice.step_time_s <= best * _EQUAL_TIME)
+        equals = [choice for choice in found if choice.step_time_s <= best * _EQUAL_TIME]
+        return min(equals, key=lambda choice: (bool(choice.plan.recompute), choice.step_time_s))
 
     def smallest(self, like: Plan, recompute: str = ANY) -> Choice:
         """The choice of a family that is predicted to need least."""

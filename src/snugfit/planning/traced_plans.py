@@ -1,0 +1,83 @@
+"""A plan and its own trace: what it needs, how long it takes, and which of several are worth showing.
+
+Entry points: ``TracedPlan``, ``traced_plan`` and ``undominated``.
+"""
+
+import gc
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from snugfit.hardware import Device
+from snugfit.jobs import Job
+from snugfit.memory import tracing
+from snugfit.memory.events import Work
+from snugfit.memory.reports import MemoryReport
+from snugfit.memory.traces import Trace
+from snugfit.planning import cost
+from snugfit.planning.ladder import Candidate
+from snugfit.plans import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPlan:
+    """A plan and its own trace."""
+
+    plan: Plan
+    trace: Trace | None
+    "None once a faster plan fits: traces are large."
+    memory: MemoryReport
+    fits: bool
+    step_time_s: float
+    flops: int
+
+
+def whole_window(trace: Trace, plan: Plan) -> list[Work]:
+    """The work of all micro-batches of a window, of which a trace runs two full ones and the tail."""
+    work = list(trace.work)
+    starts = trace.micro_batch_starts
+    missing = plan.accumulation_steps - len(starts)
+    if missing <= 0:
+        return work
+    last_backward = max(i for i, item in enumerate(work) if item.phase == "backward")
+    return work + work[starts[1] : (*starts, last_backward + 1)[2]] * missing
+
+
+def traced_plan(job: Job, plan: Plan, device: Device, budget_bytes: int) -> TracedPlan:
+    """Trace a plan as it is."""
+    gc.collect()  # the last trace's tensors hold each other
+    with warnings.catch_warnings():
+        if plan.recompute:  # what it means to a model is said when the plan is carried out
+            warnings.simplefilter("ignore")
+        trace = tracing.record_job(job, plan, device)
+    work = whole_window(trace, plan)
+    report = trace.report()
+    return TracedPlan(
+        plan=plan,
+        trace=trace,
+        memory=report,
+        fits=report.fits(budget_bytes),
+        step_time_s=cost.step_time(work, device),
+        flops=sum(item.flops for item in work),
+    )
+
+
+def as_candidate(traced: TracedPlan) -> Candidate:
+    """A traced plan as one of those considered."""
+    return Candidate(
+        plan=traced.plan,
+        needed_bytes=traced.memory.needed_bytes,
+        peak_allocated_bytes=traced.memory.peak_allocated_bytes,
+        fits=traced.fits,
+        step_time_s=traced.step_time_s,
+        memory=traced.memory,
+    )
+
+
+def undominated(candidates: Sequence[Candidate], chosen: Plan) -> tuple[Candidate, ...]:
+    """The candidates that no other beats in both time and memory, the chosen one always among them."""
+    frontier: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda c: (c.step_time_s, c.needed_bytes, c.plan != chosen)):
+        if candidate.plan == chosen or not frontier or candidate.needed_bytes < frontier[-1].needed_bytes:
+            frontier.append(candidate)
+    return tuple(frontier)
