@@ -331,9 +331,9 @@ class Search:
         return undominated(found, chosen.plan)
 
 
-_MOST_TRACES = 6
+_MOST_TRACES = 8
 "Choices that are traced before the search is content with what fits."
-_MOST_OF_A_RUNG = 3
+_MOST_OF_A_RUNG = 5
 _FASTER = 0.995
 "Ratio of step times below which another trace is worth making."
 _MUCH = 0.04

@@ -52,7 +52,10 @@ def reasons(
     lower = plan.precision == precision.value
     found.setdefault("precision", precision.reason if lower else "fp32 is the fastest that fits")
     found.setdefault("recompute", _recompute(plan, model, budget_bytes, joint))
-    found.setdefault("optimizer_impl", "the job's own choice is kept")
+    own = (
+        "the job's own choice is kept" if plan.optimizer_impl == "as-given" else "its update takes less time or memory"
+    )
+    found.setdefault("optimizer_impl", own)
     found.setdefault(
         "norm_policy",
         f"{norms.listed(coupled)} normalise micro-batches instead of the batch: not equivalent to the full batch"
@@ -109,8 +112,11 @@ def notes(ladder: Sequence[Rung], chosen: Plan, device: Device) -> tuple[str, ..
     by_name = {rung.name: rung for rung in ladder}
     mixed, plain = by_name.get(MIXED_PRECISION), ladder[0]
     if mixed is not None and mixed.memory.peak_reserved_bytes > plain.memory.peak_reserved_bytes:
-        more = sizes.text(mixed.memory.peak_reserved_bytes - plain.memory.peak_reserved_bytes)
-        found.append(f"mixed precision needs {more} more than fp32 here: autocast keeps a cast copy of the weights")
+        more = mixed.memory.peak_reserved_bytes - plain.memory.peak_reserved_bytes
+        cause = "autocast keeps a cast copy of the weights"
+        if more > mixed.memory.by_category.get("parameter", 0):  # a copy in half the bytes cannot be the cause
+            cause = "what autocast runs in fp32, normalisation above all, keeps its input in both types"
+        found.append(f"mixed precision needs {sizes.text(more)} more than fp32 here: {cause}")
     accumulated = by_name.get(ACCUMULATION)
     last = ladder[-1]
     larger = accumulated is not None and chosen.micro_batch_size > accumulated.plan.micro_batch_size

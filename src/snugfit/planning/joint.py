@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -50,9 +50,9 @@ class Choice:
     spans: tuple[Span, ...]
 
     @property
-    def kind(self) -> tuple[str, bool]:
-        """What plans have in common whose prediction is off by about the same."""
-        return _kind(self.plan)
+    def kind(self) -> "Kind":
+        """See ``Kind``."""
+        return kind_of(self.plan, self.plan.recompute)
 
 
 def family_of(plan: Plan) -> str:
@@ -60,8 +60,17 @@ def family_of(plan: Plan) -> str:
     return f"{plan.precision} {plan.sync}"
 
 
-def _kind(plan: Plan) -> tuple[str, bool]:
-    return family_of(plan), bool(plan.recompute)
+class Kind(NamedTuple):
+    """What plans have in common whose prediction is off by about the same: fragments are as large as tensors are."""
+
+    family: str
+    micro_batch_size: int
+    is_recomputed: bool
+
+
+def kind_of(plan: Plan, recomputed: Sequence[object]) -> Kind:
+    """The kind of a plan, if something is recomputed or nothing is."""
+    return Kind(family_of(plan), plan.micro_batch_size, bool(recomputed))
 
 
 class JointSearch:
@@ -83,8 +92,10 @@ class JointSearch:
         self.names = () if "recompute" in fixed else units.named(model)
         self.allowed_bytes = allowed_bytes(budget_bytes, device)
         self.runs = True
-        self.surplus: dict[tuple[str, bool], int] = {}
-        "By family and whether anything is recomputed: what a traced plan reserved beyond what its chain predicted."
+        self.surplus: dict[Kind, int] = {}
+        "What a traced plan of a kind reserved beyond what its chain predicted."
+        self.expected: dict[str, int] = {}
+        "By family, what is expected of kinds of which none was traced."
         self.updates = Updates(job, device)
         share = first.samples_per_rank
         given = "micro_batch_size" in fixed
@@ -111,17 +122,16 @@ class JointSearch:
         except SnugfitError:
             return
         beyond = 1 - chain.needed_bytes(chain.all_by(NOTHING)) / reserved_bytes
-        for is_recomputed in (False, True):
-            self.surplus[family_of(whole), is_recomputed] = max(round(beyond * self.allowed_bytes), 0)
+        self.expected[family_of(whole)] = max(round(beyond * self.allowed_bytes), 0)
 
     @contextmanager
     def hoping(self) -> Iterator[None]:
         """Take plans to reserve what their chains predict: the fragments of one need not be those of another."""
-        learnt, self.surplus = self.surplus, {}
+        learnt, self.surplus, self.expected = (self.surplus, self.expected), {}, {}
         try:
             yield
         finally:
-            self.surplus = learnt
+            self.surplus, self.expected = learnt
 
     def best(self, like: Plan, recompute: str = ANY) -> Choice | None:
         """The fastest choice of a family that is predicted to fit; None if there is none.
@@ -244,7 +254,7 @@ class JointSearch:
 
     def needed_bytes(self, choice: Choice) -> int:
         """What a budget must hold for a choice, as far as its chain and what its family taught say."""
-        reserved = choice.allocated_bytes + self.surplus.get(choice.kind, 0)
+        reserved = choice.allocated_bytes + self._beyond(choice.kind)
         return reserved + self.device.context_bytes + margin_bytes(reserved, self.device.name)
 
     def least_needed(self, plan: Plan) -> int:
@@ -294,7 +304,10 @@ class JointSearch:
 
     def _room(self, plan: Plan, recomputed: Sequence[object]) -> int:
         """Bytes that the chain of a plan may need, if something is recomputed or nothing is."""
-        return self.allowed_bytes - self.surplus.get((family_of(plan), bool(recomputed)), 0)
+        return self.allowed_bytes - self._beyond(kind_of(plan, recomputed))
+
+    def _beyond(self, kind: Kind) -> int:
+        return self.surplus.get(kind, self.expected.get(kind.family, 0))
 
     def _seconds(self, plan: Plan, chain: Chain, extra_ns: int) -> float:
         rounds = plan.samples_per_rank / plan.micro_batch_size
