@@ -290,6 +290,7 @@ def _language_model() -> ModuleType:
 def _run(module: ModuleType, batch: int, steps: int, samples: int, rate: float = 1e-3) -> tuple[list[float], Any]:
     """Losses of a run over so many samples in batches, each of so many micro-batches, and its engine."""
     job = replace_optimizer(module.job(batch_size=batch), rate)
+    torch.manual_seed(job.seed)
     engine = snugfit.build(job, Plan(batch_size=batch, micro_batch_size=-(-batch // steps)), device="cpu")
     losses = []
     for number, full in enumerate(job.data()):

@@ -9,19 +9,25 @@ child imports its job again, so a job that exists in memory only is refused.
     2. glibc keeps large blocks in its heap when they are freed and the process then needs 32 to 97 % more than its
        tensors. With both thresholds of ``_HEAP`` at 128 KiB every larger block is a mapping of its own: 4 to 10 %.
     3. libgomp ends the process when it cannot start a thread. So every thread pool and library is started, and the
-       job's data is opened, before the limit is set; what the process has by then is the baseline.
-    4. A plan may use the cap without the baseline and without ``RESERVE_BYTES`` for the interpreter's own growth.
+       job's data is opened, before the limit is set.
+    4. What a process needs beside its tensors hardly depends on how large they are: the interpreter's growth, small
+       blocks, and kernels that oneDNN compiles for every shape of a convolution (measured: 4 to 7 MiB for
+       transformers of 60 to 370 MiB, 24 to 40 MiB for convolutional nets of 25 to 270 MiB). So the baseline is what a
+       process has once it has run a tiny window of the job, with two micro-batch sizes as in a window with a tail.
+    5. A plan may use the cap without the baseline and without ``RESERVE_BYTES`` for what differs between runs.
 """
 
 import argparse
 import ctypes
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +37,28 @@ from snugfit.jobs import Job
 from snugfit.memory.reports import MemoryReport
 from snugfit.plans import Plan, write_atomically
 from snugfit.targets import load_target
-from snugfit.training import example, random_states
+from snugfit.training import build, example, random_states
 
 RESERVE_BYTES = 16 * sizes.MIB
 EXIT_DONE, EXIT_USER_ERROR, EXIT_OUT_OF_MEMORY = 0, 2, 3
 
 _HEAP = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+_TINY = Plan(batch_size=5, micro_batch_size=3)
+"Of the window that is run for the baseline: micro-batches of three and of two samples."
+_REFUSED = ("could not create a primitive", "could not execute a primitive")
+"What oneDNN says when an allocation is refused."
 _STATIC = ("parameter", "buffer", "gradient", "optimizer")
 
 
-def measure_baseline(target: str, options: Mapping[str, Any] | None = None) -> int:
-    """Start the child, let it import, warm up and open the job's data as for a run, and return what it has then.
+def measure_baseline(target: str, options: Mapping[str, Any] | None = None, *, cap_bytes: int | None = None) -> int:
+    """Start the child, let it do what a run does beside its tensors, and return what it has then.
+
+    It imports, warms up, opens the job's data and runs a window of five samples, whose tensors it drops again.
 
     Args:
         target: What ``load_target`` takes, ``file.py:name`` for example.
         options: Further arguments of ``load_target``, such as ``{"seq": 512}``.
+        cap_bytes: Limit of the window; a job that does not even fit with five samples then goes without it.
 
     Returns:
         ``VmData`` of the child in bytes.
@@ -57,7 +70,13 @@ def measure_baseline(target: str, options: Mapping[str, Any] | None = None) -> i
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "baseline.json"
         child = _child(
-            {"target": _importable(target), "options": dict(options or {}), "answer": str(answer)}, quiet=True
+            {
+                "target": _importable(target),
+                "options": dict(options or {}),
+                "answer": str(answer),
+                "cap_bytes": cap_bytes,
+            },
+            quiet=True,
         )
         if child.returncode or not answer.is_file():
             raise PlanError(
@@ -168,8 +187,6 @@ def _end_with_parent() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The child: read the request, do it, and return the exit status."""
-    import resource  # not on every system
-
     parser = argparse.ArgumentParser(prog="python -m snugfit.capped", description="A run under a memory cap.")
     parser.add_argument("request", help="JSON file that run_capped or measure_baseline wrote")
     request = json.loads(Path(parser.parse_args(arguments).request).read_text(encoding="utf-8"))
@@ -177,28 +194,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         job = load_target(request["target"], **request["options"])
         _open(job)
-        baseline = runs.process_bytes("VmData")
         if "answer" in request:
-            write_atomically(Path(request["answer"]), json.dumps({"baseline_bytes": baseline}))
+            with _limit(request["cap_bytes"]), suppress(Exception):  # planning says what is wrong with the job
+                _run_tiny(job)
+            gc.collect()
+            write_atomically(Path(request["answer"]), json.dumps({"baseline_bytes": runs.process_bytes("VmData")}))
             return EXIT_DONE
         plan = Plan.load(request["plan"])
-        resource.setrlimit(resource.RLIMIT_DATA, (request["cap_bytes"], request["cap_bytes"]))
-        runs.train(
-            job,
-            plan,
-            steps=request["steps"],
-            run_dir=request["run_dir"],
-            device="cpu",
-            predicted=request["predicted"],
-            recover=request["recover"],
-        )
+        with _limit(request["cap_bytes"]):
+            runs.train(
+                job,
+                plan,
+                steps=request["steps"],
+                run_dir=request["run_dir"],
+                device="cpu",
+                predicted=request["predicted"],
+                recover=request["recover"],
+            )
     except DeviceMemoryError as error:
         print(error, file=sys.stderr)
         return EXIT_OUT_OF_MEMORY
     except SnugfitError as error:
         print(error, file=sys.stderr)
         return EXIT_USER_ERROR
+    except RuntimeError as error:
+        if not str(error).startswith(_REFUSED):
+            raise
+        print(_refused(error, request["cap_bytes"]), file=sys.stderr)
+        return EXIT_OUT_OF_MEMORY
     return EXIT_DONE
+
+
+@contextmanager
+def _limit(cap_bytes: int | None) -> Iterator[None]:
+    """Let this process have no more than that for a while."""
+    import resource  # not on every system
+
+    if cap_bytes is None:
+        yield
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (cap_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def _refused(error: RuntimeError, cap_bytes: int) -> DeviceMemoryError:
+    return DeviceMemoryError(
+        "out of memory while training",
+        got=f"oneDNN: {error}",
+        expected=f"room for the kernels that oneDNN compiles, within the cap of {sizes.text(cap_bytes)}",
+        hint="use a larger cap, or let snugfit plan it: snugfit train TARGET --memory-cap SIZE",
+    )
 
 
 def _importable(target: object) -> str:
@@ -240,6 +289,14 @@ def _open(job: Job) -> None:
         example.example_batch(job, 1)
         if job.data is not None:
             next(iter(job.data()), None)
+
+
+def _run_tiny(job: Job) -> None:
+    """One window of the job, so that what its operations compile and keep is there."""
+    with random_states.seeded(job.seed):
+        engine = build.build(job, _TINY, "cpu")
+        engine.runner.run(*engine.prepare(example.example_batch(job, _TINY.batch_size), _TINY.micro_batch_size))
+        engine.close()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ PHASES = ("forward end", "backward end", "step end")
 
 MARGIN_FRACTION = 0.05
 MARGIN_BYTES = 6 * sizes.GIB // 10
-CPU_MARGIN_FRACTION = 0.10
+CPU_MARGIN_FRACTION = 0.05
 _TOP = 5
 "Holders that a summary shows."
 
@@ -23,8 +23,8 @@ _TOP = 5
 def margin_bytes(peak_reserved_bytes: int, device: str, label: str = "modelled") -> int:
     """What is kept free beside a peak, in bytes.
 
-    ``max(5 %, 0.6 GiB)`` on an accelerator, and 10 % on the CPU, whose heap needs 4 to 10 % more than the tensors in
-    it; nothing for a measurement on an accelerator.
+    ``max(5 %, 0.6 GiB)`` on an accelerator, and 5 % on the CPU, whose heap needs 1 to 5 % more than the tensors in it
+    (measured under hard caps; what a process needs beside is not a share); nothing for a measurement on an accelerator.
     """
     if label == "GPU-measured":
         return 0

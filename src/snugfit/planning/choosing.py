@@ -286,7 +286,7 @@ class Search:
             memory=chosen.memory,
             step_time_s=chosen.step_time_s,
             budget_bytes=self.budget_bytes,
-            notes=explain.notes(ladder, chosen.plan, self.device),
+            notes=explain.notes(ladder, chosen.plan, self.device, self.model),
             advice=scale.advice(
                 chosen.plan, chosen.memory, self.device, self.model, max_grad_norm=self.job.max_grad_norm
             ),

@@ -106,7 +106,7 @@ def pays_with(plan: Plan, flops: int, first: Plan, first_flops: int) -> str:
     return ", ".join(costs) or "nothing"
 
 
-def notes(ladder: Sequence[Rung], chosen: Plan, device: Device) -> tuple[str, ...]:
+def notes(ladder: Sequence[Rung], chosen: Plan, device: Device, model: nn.Module) -> tuple[str, ...]:
     """Where the usual order of the techniques is not the best one here, and how sure the times are."""
     found = []
     by_name = {rung.name: rung for rung in ladder}
@@ -128,6 +128,14 @@ def notes(ladder: Sequence[Rung], chosen: Plan, device: Device) -> tuple[str, ..
         )
     if accumulated is not None and accumulated.memory.peak_reserved_bytes > ladder[0].memory.peak_reserved_bytes:
         found.append("accumulation raises the peak here: gradients stay alive while the next micro-batch runs")
+    whole = [rung for rung in ladder if rung.fits and rung.plan.accumulation_steps == 1]
+    if chosen.accumulation_steps > 1 and whole and norms.batch_coupled(model):
+        fastest = min(whole, key=lambda rung: rung.step_time_s)
+        slower = fastest.step_time_s / last.step_time_s - 1
+        found.append(
+            f"BatchNorm sees micro-batches of {chosen.micro_batch_size}; as in the rung {fastest.name!r} it would see the "
+            f"whole batch, for {slower:.0%} more time: fix micro_batch_size={fastest.plan.micro_batch_size}"
+        )
     if mixed is None and device.kind == "cpu":
         found.append("no lower precision is proposed: this device multiplies bf16 and fp16 more slowly than fp32")
     found.append(f"step times are modelled, {cost.uncertainty(device):.0%} either way; ratios between plans are surer")

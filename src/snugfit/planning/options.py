@@ -4,6 +4,7 @@ Entry points: ``precisions`` and ``micro_batch_sizes``. What may be recomputed i
 ``search``'s.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -35,8 +36,10 @@ def precisions(device: Device, fixed: Mapping[str, Any]) -> tuple[Option, ...]:
 
 
 def describe(recompute: tuple[Segment, ...]) -> str:
-    """Segments in a few words, for tables."""
-    return "nothing" if not recompute else f"{len(recompute)} segments"
+    """Segments in a few words, for tables: how many, and which of them keep something."""
+    kept = Counter(segment.policy for segment in recompute if segment.policy != "full")
+    which = ", ".join(f"{count} {policy}" for policy, count in sorted(kept.items()))
+    return "nothing" if not recompute else f"{len(recompute)} segments" + (f" ({which})" if which else "")
 
 
 def short(precision: str) -> str:
