@@ -6,6 +6,7 @@ in a list, skips over the chain, tied weights, recurrent layers, BatchNorm, larg
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -94,8 +95,8 @@ class UNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, channels, 3, padding=1)
         widths = [channels * (1 + level) for level in range(levels + 1)]
-        self.down = nn.ModuleList(_conv_block(a, b) for a, b in zip(widths, widths[1:], strict=False))
-        self.up = nn.ModuleList(_conv_block(a + b, b) for b, a in zip(widths, widths[1:], strict=False))
+        self.down = nn.ModuleList(_conv_block(a, b) for a, b in pairwise(widths))
+        self.up = nn.ModuleList(_conv_block(a + b, b) for b, a in pairwise(widths))
         self.head = nn.Conv2d(channels, 3, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:

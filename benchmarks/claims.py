@@ -219,7 +219,7 @@ def largest_batches() -> list[str]:
     head += [f"largest, {_gigabytes(card)} GB" for card in cards]
     return [
         f"BERT-base as a classifier has {count:,} parameters, {4 * count / 1e6:.0f} MB in fp32 (F5). fp32, AdamW, RTX "
-        "3060; largest: about the largest batch that fits at once, context and margin counted. It holds where "
+        "3060; largest: about the largest batch that fits at once, context and margin counted. The claim holds where "
         "8 fits and 16 does not, 4 x 8 fits, and both stay under 5 GB (10^9).",
         "",
         *table((*head, "the sentence holds on"), rows),

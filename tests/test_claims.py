@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "claims.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 ROWS = {match[1]: match[2] for match in re.finditer(r"^\| ([TF]\d+) \| (.*) \|$", TEXT, re.MULTILINE)}
-LINK = re.compile(r"\[([^\]]*)\]\(([^)#]+)\)")
+LINK = re.compile(r"\[([^\]]*)\]\((?!https:)([^)#]+)\)")
 
 
 def test_every_row_that_is_asked_for_and_every_figure_has_one_answer():

@@ -287,7 +287,8 @@ def _train_capped(request: TrainRequest, job: Job) -> int:
             expected="--device cpu",
             hint="leave --device out, or use --budget for a card",
         )
-    allowed = capped.budget_under_cap(cap_bytes, capped.measure_baseline(request.target, request.options()))
+    baseline = capped.measure_baseline(request.target, request.options(), cap_bytes=cap_bytes)
+    allowed = capped.budget_under_cap(cap_bytes, baseline)
     try:
         chosen, predicted = request.chosen(job, hardware.resolve("cpu"), allowed)
     except InfeasibleError as error:

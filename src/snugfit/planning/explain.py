@@ -56,6 +56,9 @@ def reasons(
         "the job's own choice is kept" if plan.optimizer_impl == "as-given" else "its update takes less time or memory"
     )
     found.setdefault("optimizer_impl", own)
+    if plan.loss_chunks > 1:
+        chunks = f"the loss is computed in {plan.loss_chunks} parts: their logits are never all there"
+        found.setdefault("loss_chunks", chunks)
     found.setdefault(
         "norm_policy",
         f"{norms.listed(coupled)} normalise micro-batches instead of the batch: not equivalent to the full batch"
@@ -133,7 +136,7 @@ def notes(ladder: Sequence[Rung], chosen: Plan, device: Device, model: nn.Module
         fastest = min(whole, key=lambda rung: rung.step_time_s)
         slower = fastest.step_time_s / last.step_time_s - 1
         found.append(
-            f"BatchNorm sees micro-batches of {chosen.micro_batch_size}; as in the rung {fastest.name!r} it would see the "
+            f"BatchNorm sees micro-batches of {chosen.micro_batch_size}; in the rung {fastest.name!r} it would see the "
             f"whole batch, for {slower:.0%} more time: fix micro_batch_size={fastest.plan.micro_batch_size}"
         )
     if mixed is None and device.kind == "cpu":
