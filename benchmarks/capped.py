@@ -121,7 +121,7 @@ def _run_drawn(pairs: list[tuple[str, int, float]], steps: int) -> tuple[list[st
         least, whole = _range(name, batch_size)
         allowed = least + round(part * (whole - least))
         try:
-            search, found = _planned(job, batch_size, allowed)
+            search, found = _planned(job, batch_size, _budget(target, allowed))
         except InfeasibleError as error:
             failures.append(f"{number} {name}: nothing found for {sizes.text(allowed)}")
             print(failures[-1], error)
@@ -147,18 +147,18 @@ def _run_drawn(pairs: list[tuple[str, int, float]], steps: int) -> tuple[list[st
 
 @cache
 def _range(name: str, batch_size: int) -> tuple[int, int]:
-    """What the smallest plan of a job needs, and the peak of its whole batch with nothing recomputed, in bytes."""
+    """The peaks of the smallest plan of a job, and of its whole batch with nothing recomputed, in bytes."""
     job = load_target(f"{FILE}:{name}")
     with tracing.collector_off():
         search = Search(job, "cpu", batch_size, None, 1, {}, (), lambda _: None)
         joint = search.joint
-        least = min(joint.needed_bytes(joint.smallest(like)) for like in joint.variants(search.first))
+        least = min(joint.smallest(like).allocated_bytes for like in joint.variants(search.first))
         return least, max(least, estimate(job, search.first, "cpu").peak_allocated_bytes)
 
 
-def _planned(job: Job, batch_size: int, allowed: int) -> tuple[Search, PlanReport]:
+def _planned(job: Job, batch_size: int, budget: int) -> tuple[Search, PlanReport]:
     """As ``snugfit.plan`` does, and the search itself."""
-    search = Search(job, "cpu", batch_size, allowed, 1, {}, (), lambda _: None)
+    search = Search(job, "cpu", batch_size, budget, 1, {}, (), lambda _: None)
     with tracing.collector_off():
         return search, search.run()
 
@@ -235,6 +235,10 @@ def _cap(target: str, allowed: int) -> int:
     return _baseline(target) + capped.RESERVE_BYTES + allowed
 
 
+def _budget(target: str, allowed: int) -> int:
+    return capped.budget_under_cap(_cap(target, allowed), _baseline(target))
+
+
 def _said(status: int) -> str:
     known = {capped.EXIT_DONE: "completed", capped.EXIT_OUT_OF_MEMORY: "out of memory"}
     return known.get(status, f"exit status {status}")
@@ -265,7 +269,7 @@ def _run_repeated(times: int, steps: int) -> tuple[list[str], list[str]]:
     print("\n".join(lines))
     failures = []
     for allowed in LANGUAGE_ALLOWED:
-        search, found = _planned(job, LANGUAGE_BATCH_SIZE, allowed)
+        search, found = _planned(job, LANGUAGE_BATCH_SIZE, _budget(LANGUAGE, allowed))
         ran = [_outcome(LANGUAGE, job, found.plan, allowed, steps) for _ in range(times)]
         completed = sum(one.status == capped.EXIT_DONE for one in ran)
         beside = "" if ran[0].share >= USED else _next_larger(search, found, ran[0], steps)
@@ -288,9 +292,9 @@ def _write(arguments: argparse.Namespace, drawn: list[str], repeated: list[str],
         f"CPU-measured, `OMP_NUM_THREADS=1 python benchmarks/capped.py --pairs {arguments.pairs} --steps "
         f"{arguments.steps} --times {arguments.times} --write`, torch {torch.__version__}, Python "
         f"{platform.python_version()}. Allowed: the cap without what the process has before the first tensor and "
-        f"without {sizes.text(capped.RESERVE_BYTES)}. Peaks are those of tensors; the planner keeps a margin of them "
-        "free. Resident: most that the capped process itself had above its start. Used: "
-        "measured peak over allowed. Plans: micro-batches x samples, segments by policy, runs of so many modules.",
+        f"without {sizes.text(capped.RESERVE_BYTES)}. Peaks are those of tensors. Resident: most that the capped "
+        "process itself had above its start. Used: measured peak over allowed. Plans: micro-batches x samples, "
+        "segments by policy, runs of so many modules.",
         "",
         verdict,
         "",

@@ -10,7 +10,7 @@ How to run::
     snugfit train examples/vit_l.py:small_job --batch 8 --micro-batch 4 --steps 2 --device cpu
 
 Expected output: the first finds the fastest plan that fits; the second trains one step of the whole model (about
-6 GB of memory and some seconds on two cores), the third two steps of a small one.
+5 GB of memory and up to a minute on two cores), the third two steps of a small one.
 """
 
 import torch

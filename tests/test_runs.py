@@ -11,7 +11,7 @@ from snugfit import capped, runs, sizes
 from snugfit.errors import BatchError, InfeasibleError, PlanError, UnsupportedError
 from snugfit.jobs import Job
 from snugfit.memory.measuring import measure
-from snugfit.memory.reports import MemoryReport, PeakAt
+from snugfit.memory.reports import MemoryReport, PeakAt, margin_bytes
 from snugfit.plans import Plan
 
 MIB = sizes.MIB
@@ -200,7 +200,7 @@ def test_under_a_cap_the_naive_plan_dies_of_a_real_out_of_memory_error_and_the_c
     peaks = {plan: measure(capped.load_target(target), plan, "cpu").peak_allocated_bytes for plan in (NAIVE, CUT)}
     allowed = (peaks[NAIVE] + peaks[CUT]) // 2
     cap = baseline + capped.RESERVE_BYTES + allowed
-    assert capped.budget_under_cap(cap, baseline) == allowed
+    assert capped.budget_under_cap(cap, baseline) == allowed + margin_bytes(allowed, "cpu")
     (tmp_path / "naive").mkdir()
     assert run(target, NAIVE, cap, tmp_path / "naive", recover=False) == capped.EXIT_OUT_OF_MEMORY
     message = capfd.readouterr().err
@@ -239,7 +239,35 @@ def test_a_cap_below_the_baseline_is_refused_with_the_number_that_decides():
         capped.budget_under_cap(300 * MIB, 290 * MIB)
     assert "290.00 MiB" in str(caught.value)
     assert "306.00 MiB" in caught.value.hint
-    assert capped.budget_under_cap(400 * MIB, 290 * MIB) == 94 * MIB
+
+
+def test_under_a_cap_the_larger_of_reserve_and_margin_stays_free_not_both():
+    def fits(tensors, budget):
+        return tensors + margin_bytes(tensors, "cpu") <= budget
+
+    small = capped.budget_under_cap(400 * MIB, 290 * MIB)  # 110 MiB above the baseline, 16 of them in reserve
+    assert fits(94 * MIB, small)
+    assert not fits(94 * MIB + 2, small)
+    assert capped.budget_under_cap(4290 * MIB, 290 * MIB) == 4000 * MIB  # whose margin is more than the reserve
+
+
+@linux
+@pytest.mark.slow
+def test_an_allocation_that_onednn_was_refused_is_out_of_memory(tmp_path, target, capfd):
+    job = tmp_path / "refused.py"
+    job.write_text(
+        "import torch, snugfit\n"
+        "def loss(model, batch):\n"
+        "    raise RuntimeError('could not create a primitive')\n"
+        "def job():\n"
+        "    return snugfit.Job(lambda: torch.nn.Linear(2, 2), loss,\n"
+        "        lambda m: torch.optim.SGD(m.parameters(), 0.1), lambda n: torch.ones(n, 2), count='samples')\n"
+    )
+    cap = capped.measure_baseline(str(job)) + 64 * MIB
+    assert run(str(job), Plan(batch_size=2, micro_batch_size=2), cap, tmp_path) == capped.EXIT_OUT_OF_MEMORY
+    message = capfd.readouterr().err
+    assert "oneDNN: could not create a primitive" in message
+    assert all(part in message for part in ("  got:", "  expected:", "hint:"))
 
 
 def test_a_cap_below_the_static_memory_says_which_tensors_exceed_it():

@@ -112,9 +112,9 @@ def main() -> int:
 def _answer(name: str, job: Job, batch_size: int, device: hardware.Device, part: float, rounds: int) -> Answer:
     budget = _budget(job, batch_size, device, part)
     found = plan(job, device, batch_size, budget)
-    tried = trying_out.measured(job, found, device, 3)
+    tried = trying_out.measured(job, found, device, 3, windows=2)
     grid = _grid(job, found.plan)
-    fitting = {key: one for key, one in grid.items() if estimate(job, one, device).fits(budget)}
+    fitting = _fitting(job, grid, device, budget)
     ours = f"{_shape(found.plan)} (chosen)"
     theirs = f"{_shape(tried.plan)} (measured)"
     own = {ours: found.plan, theirs: tried.plan}
@@ -159,12 +159,23 @@ def _grid(job: Job, like: Plan) -> dict[str, Plan]:
         "runs": checkpointing.segments(model),
         "two runs": checkpointing.segments(model, 2),
     }
-    cut = {-(-like.batch_size // number) for number in range(1, 9)}
+    cut = {-(-like.batch_size // number) for number in (1, 2, 3, 4, 6, 8)}
     return {
         f"{-(-like.batch_size // size)} x {size}, {name}": replace(like, micro_batch_size=size, recompute=form)
         for size in sorted(cut, reverse=True)
         for name, form in forms.items()
     }
+
+
+def _fitting(job: Job, grid: dict[str, Plan], device: hardware.Device, budget: int) -> dict[str, Plan]:
+    """The candidates that are predicted to fit; what fits at one micro-batch size fits at every smaller one."""
+    fitting: dict[str, Plan] = {}
+    known: set[tuple[Segment, ...]] = set()
+    for name, one in grid.items():  # the largest sizes first
+        if one.recompute in known or estimate(job, one, device).fits(budget):
+            known.add(one.recompute)
+            fitting[name] = one
+    return fitting
 
 
 def _parts(model: nn.Module) -> tuple[Segment, ...]:

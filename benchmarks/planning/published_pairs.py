@@ -4,8 +4,8 @@ Run ``python benchmarks/planning/published_pairs.py [--write]``. The published f
 (Llama-3.2-3B, batch 2 of 4,096 packed tokens, pure bf16, AdamW, one A100: 42.9, 24.9 and 23.1 GiB, 9,174 and 7,210
 tokens/s) and of huggingface/diffusers#10611 (LTX-Video's transformer alone, 4,224 tokens, bf16: 26.664 GiB plain,
 9.316, 17.658 and 22.188 with every, every 2nd and every 4th block checkpointed). Predictions are modelled, nothing is
-fitted. torchtune's rows are of compiled models, whose fused kernels keep less than eager ones: a trace follows the eager
-code. The published LTX rows keep 0.655 GiB per block, the model of today's diffusers 0.486.
+fitted. torchtune's rows are of compiled models, whose fused kernels keep less than eager ones: a trace follows the
+eager code. The published LTX rows keep 0.655 GiB per block, the model of today's diffusers 0.486.
 Exit status 1 when a target is missed.
 """
 
@@ -171,9 +171,9 @@ def main() -> int:
         text = [
             "# Published pairs",
             "",
-            f"Modelled, `python benchmarks/planning/published_pairs.py --write`, torch {torch.__version__}; the published "
-            "rows are GPU-measured by others (sources and known differences in the script: torchtune's are compiled, and "
-            "the LTX model of that time kept 0.655 GiB per block where today's keeps 0.486).",
+            f"Modelled, `python benchmarks/planning/published_pairs.py --write`, torch {torch.__version__}; the "
+            "published rows are GPU-measured by others (sources and known differences in the script: torchtune's are "
+            "compiled, and the LTX model of that time kept 0.655 GiB per block where today's keeps 0.486).",
             "",
             *lines,
             "",

@@ -14,7 +14,8 @@ child imports its job again, so a job that exists in memory only is refused.
        blocks, and kernels that oneDNN compiles for every shape of a convolution (measured: 4 to 7 MiB for
        transformers of 60 to 370 MiB, 24 to 40 MiB for convolutional nets of 25 to 270 MiB). So the baseline is what a
        process has once it has run a tiny window of the job, with two micro-batch sizes as in a window with a tail.
-    5. A plan may use the cap without the baseline and without ``RESERVE_BYTES`` for what differs between runs.
+    5. A plan's tensors may take the cap without the baseline and without ``RESERVE_BYTES`` for what differs between
+       runs. The planner's own margin is for the same thing, so what is kept free is the larger of both, not their sum.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from typing import Any
 from snugfit import runs, sizes
 from snugfit.errors import DeviceMemoryError, InfeasibleError, PlanError, SnugfitError, UnsupportedError
 from snugfit.jobs import Job
-from snugfit.memory.reports import MemoryReport
+from snugfit.memory.reports import MemoryReport, margin_bytes
 from snugfit.plans import Plan, write_atomically
 from snugfit.targets import load_target
 from snugfit.training import build, example, random_states
@@ -89,7 +90,9 @@ def measure_baseline(target: str, options: Mapping[str, Any] | None = None, *, c
 
 
 def budget_under_cap(cap_bytes: int, baseline_bytes: int) -> int:
-    """What a plan may use under a cap: the cap without the baseline and the reserve, in bytes.
+    """What a plan may need under a cap, the planner's margin included, in bytes.
+
+    Its tensors then take no more than the cap without the baseline and the reserve.
 
     Raises:
         InfeasibleError: Nothing is left; ``.cap_bytes``, ``.baseline_bytes``.
@@ -105,7 +108,7 @@ def budget_under_cap(cap_bytes: int, baseline_bytes: int) -> int:
             cap_bytes=cap_bytes,
             baseline_bytes=baseline_bytes,
         )
-    return allowed
+    return min(cap_bytes - baseline_bytes, allowed + margin_bytes(allowed, "cpu"))
 
 
 def check_static(report: MemoryReport, allowed_bytes: int) -> None:

@@ -327,6 +327,9 @@ def _answer(act: Callable[[], int], request: Output) -> int:
         warnings.showwarning = lambda message, *_, **__: tables.warning(str(message), said)
         try:
             return act()
+        except BrokenPipeError:  # whoever reads has seen enough
+            sys.stdout = None  # nothing is left to flush
+            return DONE
         except (Exception, SystemExit) as error:
             if request.debug:
                 traceback.print_exc()

@@ -20,7 +20,7 @@ from snugfit.planning.ladder import ACCUMULATION, CHECKPOINTING, CHOSEN, FULL_BA
 from snugfit.planning.plan_report import PlanReport
 from snugfit.planning.traced_plans import TracedPlan, as_candidate, traced_plan, undominated
 from snugfit.plans import Plan, Segment
-from snugfit.training import fingerprint
+from snugfit.training import checkpointing, fingerprint
 
 
 class Search:
@@ -53,6 +53,13 @@ class Search:
 
     def run(self) -> PlanReport:
         """Climb the ladder, then choose among all plans."""
+        try:
+            return self._run()
+        finally:
+            for begun in self.begun.values():
+                begun.give_up()
+
+    def _run(self) -> PlanReport:
         plain = replace(self.first, precision=self.precisions[0].value)
         mixed = replace(self.first, precision=self.precisions[-1].value)
         if mixed != plain:
@@ -120,7 +127,8 @@ class Search:
         if choice is None or choice.plan.micro_batch_size <= found.plan.micro_batch_size:
             return found
         traced = self._attempt(choice)
-        return found if traced is None or not traced.fits else traced
+        is_as_fast = traced is not None and traced.fits and traced.step_time_s <= found.step_time_s * _AS_FAST
+        return traced if traced is not None and is_as_fast else found
 
     def _choose(
         self, families: Sequence[Plan], rungs: Sequence[tuple[str, TracedPlan]]
@@ -134,7 +142,7 @@ class Search:
         best = min(fitting, key=lambda traced: traced.step_time_s, default=None)
         chosen: Choice | None = None
         if best is not None and best.plan.accumulation_steps == 1 and not best.plan.recompute:
-            return best, None  # nothing runs less
+            return self._with_faster_update(best), None  # nothing runs less
         for _ in range(_MOST_TRACES):
             choice = self._next(families, best)
             if choice is None:
@@ -142,15 +150,45 @@ class Search:
             traced = self._attempt(choice)
             if traced is None:  # a run of units that is no chain after all
                 continue
+            self._learn(choice, traced)
             better = traced.fits and (best is None or traced.step_time_s < best.step_time_s)
             if better:
-                best, chosen = traced, choice
-            self._learn(choice, traced)
-            if traced.fits and not self._has_room(traced):
+                best, chosen = self._larger(traced, replace(choice.plan, recompute=self.first.recompute), ANY), choice
+            if better and not self._has_room(traced):
                 break
+        best = best or self._without_units(families[0])
         if best is None:
             raise self._infeasible(families)
         return best, chosen
+
+    def _with_faster_update(self, whole: TracedPlan) -> TracedPlan:
+        """The whole batch with the optimizer's fused form, if it has one that is faster and fits."""
+        if "optimizer_impl" in self.fixed:
+            return whole
+        try:
+            fused = self._exact(replace(whole.plan, optimizer_impl="fused"))
+        except (PlanError, UnsupportedError):
+            return whole
+        return fused if fused.fits and fused.step_time_s < whole.step_time_s else whole
+
+    def _without_units(self, like: Plan) -> TracedPlan | None:
+        """A plan that recomputes every block, where that is no chain of units: blocks that run several times."""
+        if "recompute" in self.fixed:
+            return None
+        try:
+            blocks = checkpointing.blocks(self.model)
+        except PlanError:
+            return None
+        found: TracedPlan | None = None
+        for size in sorted(self.joint.sizes(family_of(like)))[::_STRIDE]:
+            try:
+                traced = self._exact(replace(like, micro_batch_size=size, recompute=blocks))
+            except (PlanError, UnsupportedError, BatchError):
+                continue
+            if not traced.fits:
+                break
+            found = traced
+        return found
 
     def _next(self, families: Sequence[Plan], best: TracedPlan | None) -> Choice | None:
         """The fastest choice of all families that was not traced yet and is faster than what is known to fit."""
@@ -188,7 +226,8 @@ class Search:
             return None
 
     def _learn(self, choice: Choice, traced: TracedPlan) -> None:
-        """Remember by how much the chain's prediction was off: blocks and their order, runs."""
+        """Remember by how much the chain's prediction was off: fragments, runs, what the host takes."""
+        self.joint.pace[choice.kind] = self.joint.pace.get(choice.kind, 1.0) * traced.step_time_s / choice.step_time_s
         beyond = traced.memory.peak_reserved_bytes - choice.allocated_bytes
         known = self.joint.surplus.get(choice.kind, 0)
         if not traced.fits:  # never twice the same room
@@ -212,9 +251,9 @@ class Search:
         if plan not in self.traced:
             self.progress(f"trace: {options.short(plan.precision)}, micro-batch {plan.micro_batch_size}")
             self.traced[plan] = self._trace(plan)
-        fastest = min((one for one in self.traced.values() if one.fits), key=lambda one: one.step_time_s, default=None)
+        fitting = sorted((one for one in self.traced.values() if one.fits), key=lambda one: one.step_time_s)
         for known, one in self.traced.items():
-            if one is not fastest and one.trace is not None:
+            if one.trace is not None and all(one is not kept for kept in fitting[:_TRACES_KEPT]):
                 self.traced[known] = replace(one, trace=None)
         return self.traced[plan]
 
@@ -334,8 +373,12 @@ class Search:
 _MOST_TRACES = 8
 "Choices that are traced before the search is content with what fits."
 _MOST_OF_A_RUNG = 5
-_FASTER = 0.995
+_FASTER, _AS_FAST = 0.995, 1.01
 "Ratio of step times below which another trace is worth making."
+_STRIDE = 3
+"Of the sizes that are traced by themselves."
+_TRACES_KEPT = 3
+"Of the fastest plans that fit, one of which is chosen."
 _MUCH = 0.04
 "Share of the budget that is worth another trace."
 _FRONTIER_SIZES = 6

@@ -70,7 +70,9 @@ def cut(recording: Recording, step: tuple[int, int], names: Sequence[str]) -> tu
         return _Moment(position, bisect_right(worked, position))
 
     first, last = at(step[0]), at(step[1])
-    ends = (p for p, name in recording.marks if name == "forward end" and step[0] <= p <= step[1])
+    ends = [p for p, name in recording.marks if name == "forward end" and step[0] <= p <= step[1]]
+    if not ends:  # a closure that evaluates the loss several times
+        return (_element("", (first, last), (last, last)),)
     forward_end = at(min(ends))
     spans = _forward_spans(recording, first.position, forward_end.position, frozenset(names))
     backward = _backward_spans(recording, forward_end, last, [name for name, _, _ in spans], at)

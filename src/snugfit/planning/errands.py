@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -50,9 +51,15 @@ class Errand(Generic[Result]):
             return self._work()
         return result
 
+    def give_up(self) -> None:
+        """End what is under way and has not been asked for; a second call does nothing."""
+        child, self._child = self._child, None
+        if child is not None and self._pipe is not None:
+            os.close(self._pipe)
+            _end(child)
+
     def __del__(self) -> None:
-        if self._child is not None:
-            _end(self._child)
+        self.give_up()
 
 
 def _is_possible() -> bool:
@@ -62,8 +69,9 @@ def _is_possible() -> bool:
 
 def _fork(work: Callable[[], Any]) -> tuple[int, int]:
     reading, writing = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # closed, or none at all
+            stream.flush()
     child = os.fork()
     if child:
         os.close(writing)
@@ -75,8 +83,8 @@ def _fork(work: Callable[[], Any]) -> tuple[int, int]:
         os.dup2(silent, 2)
         torch.set_num_threads(1)  # a pool of threads is not copied
         document = pickle.dumps(work(), protocol=pickle.HIGHEST_PROTOCOL)
-        with os.fdopen(writing, "wb") as stream:
-            stream.write(document)
+        with os.fdopen(writing, "wb") as result:
+            result.write(document)
     finally:
         os._exit(0)
 

@@ -94,6 +94,8 @@ class JointSearch:
         self.runs = True
         self.surplus: dict[Kind, int] = {}
         "What a traced plan of a kind reserved beyond what its chain predicted."
+        self.pace: dict[Kind, float] = {}
+        "What a traced plan of a kind took, over what its chain predicted."
         self.expected: dict[str, int] = {}
         "By family, what is expected of kinds of which none was traced."
         self.updates = Updates(job, device)
@@ -164,7 +166,7 @@ class JointSearch:
             return self._nested(like) if recompute == ANY else None
         best = min(choice.step_time_s for choice in found)
         equals = [choice for choice in found if choice.step_time_s <= best * _EQUAL_TIME]
-        return min(equals, key=lambda choice: (bool(choice.plan.recompute), choice.step_time_s))
+        return min(equals, key=lambda choice: (len(choice.plan.recompute), -choice.plan.micro_batch_size))
 
     def smallest(self, like: Plan, recompute: str = ANY) -> Choice:
         """The choice of a family that is predicted to need least."""
@@ -237,9 +239,10 @@ class JointSearch:
     def choice(self, plan: Plan, chain: Chain, spans: tuple[Span, ...], extra_ns: int) -> Choice:
         """A way to run a chain as a choice."""
         segments = self._family(plan).segments(chain, spans) if self.names else plan.recompute
+        pace = self.pace.get(kind_of(plan, segments), 1.0)
         return Choice(
             plan=replace(plan, recompute=segments),
-            step_time_s=self._seconds(plan, chain, extra_ns),
+            step_time_s=pace * self._seconds(plan, chain, extra_ns),
             allocated_bytes=self._room(plan, segments)
             if any(span.inner for span in spans)
             else chain.needed_bytes(spans),

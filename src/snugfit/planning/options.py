@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from snugfit.errors import PlanError
 from snugfit.hardware import Device
 from snugfit.plans import Segment
 from snugfit.training import precision
@@ -27,12 +28,23 @@ class Option(NamedTuple):
 def precisions(device: Device, fixed: Mapping[str, Any]) -> tuple[Option, ...]:
     """Precisions worth trying, plain fp32 first; bf16 is proposed only where the device is fast at it."""
     if "precision" in fixed:
+        _check_precision(fixed["precision"], device)
         return (Option(fixed["precision"], "given"),)
     plain = Option("32-true", "full precision")
     if device.kind == "cpu" and device.fast_bfloat16:
         return plain, Option("bf16-mixed", f"{device.name} multiplies bf16 in tiles of its own")
     name, reason = precision.resolve("auto", device)
     return (Option(name, reason),) if name == plain.value else (plain, Option(name, reason))
+
+
+def _check_precision(given: str, device: Device) -> None:
+    if given == "16-mixed" and "float16" not in device.flops:
+        raise PlanError(
+            f"{device.name} does not multiply fp16",
+            got='precision="16-mixed"',
+            expected=f"a precision that it has rates for: {', '.join(device.flops)}",
+            hint='leave precision out, or use "32-true"',
+        )
 
 
 def describe(recompute: tuple[Segment, ...]) -> str:

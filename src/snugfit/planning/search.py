@@ -54,6 +54,7 @@ def plan(
         UnsupportedError: An operation that cannot be traced.
     """
     _check_names(fixed or {}, allow)
+    _check_cards(batch_size, world_size)
     say = progress or (lambda _: None)
     search = Search(job, device, batch_size, budget, world_size, fixed or {}, allow, say)
     with tracing.collector_off():
@@ -97,6 +98,16 @@ def _known(way: WayOut) -> MemoryReport:
     return way.memory
 
 
+def _check_cards(batch_size: object, world_size: object) -> None:
+    if isinstance(batch_size, int) and isinstance(world_size, int) and 0 < batch_size < world_size:
+        raise PlanError(
+            "there are more cards than samples: some would have nothing to train on",
+            got=f"batch_size={batch_size}, world_size={world_size}",
+            expected="at least one sample per card",
+            hint=f"use world_size={batch_size} or fewer, or a larger batch",
+        )
+
+
 def _check_names(fixed: Mapping[str, Any], allow: Collection[str]) -> None:
     if not isinstance(fixed, Mapping):
         raise PlanError(
@@ -106,13 +117,20 @@ def _check_names(fixed: Mapping[str, Any], allow: Collection[str]) -> None:
             hint='write fixed={"precision": "bf16-mixed"}',
         )
     known = {field.name for field in fields(Plan)} - {"batch_size", "world_size"}
-    unknown = sorted(set(fixed) - known)
+    unknown = sorted(map(str, set(fixed) - known))
     if unknown:
         raise PlanError(
             f"not a field that can be fixed: {', '.join(unknown)}",
             got=repr(dict(fixed)),
             expected=f"fields of Plan: {', '.join(sorted(known))}",
             hint='write fixed={"precision": "bf16-mixed"}',
+        )
+    if isinstance(allow, str) or not isinstance(allow, Collection):
+        raise PlanError(
+            "allow is not a sequence of names",
+            got=repr(allow),
+            expected=f"names of {', '.join(ways_out.NAMES)}",
+            hint='write allow=("lora",)',
         )
     for name in allow:
         if name not in ways_out.NAMES:

@@ -3,6 +3,8 @@
 Entry point: ``example_batch``. Never on a device and never of the training data's order.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,8 +56,22 @@ def example_batch(job: Job, num_samples: int) -> Any:
     return splitting.resize(batch, num_samples)
 
 
+@contextmanager
+def _generators_kept(loader: "DataLoader[Any]") -> Iterator[None]:
+    """Generators of a loader's own are left as they were."""
+    owners = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    states = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
 def _longest(loader: "DataLoader[Any]") -> Any:
-    longest = max(loader, key=_num_elements, default=None)
+    with _generators_kept(loader):
+        longest = max(loader, key=_num_elements, default=None)
     if longest is None:
         raise PlanError(
             "the DataLoader of Job.batch is empty",
