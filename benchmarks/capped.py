@@ -1,6 +1,6 @@
 """Does a plan made for a hard memory cap run inside of it at the first try, and does it use what it is allowed?
 
-Run ``python benchmarks/capped.py [--pairs 40] [--steps 2] [--times 5] [--quick] [--write]``. Forty pairs of a small job
+Run ``python benchmarks/capped.py [--pairs 40] [--steps 2] [--times 5] [--workers 2] [--quick] [--write]``. Forty pairs of a small job
 (``capped_jobs.py``) and a cap are drawn, what the cap allows evenly between the least that any plan of the job needs
 and the peak of its whole batch with nothing recomputed. The planner's choice is run in a fresh child under
 ``RLIMIT_DATA``, with recovery off, so that a plan that is too large fails instead of shrinking. Where less than 85 %
@@ -13,13 +13,16 @@ status 1 when a target is missed.
 import argparse
 import contextlib
 import io
+import itertools
 import json
+import multiprocessing
 import os
 import platform
 import random
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -74,6 +77,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--times", type=int, default=5, help="runs of each cap of python_lm")
+    parser.add_argument("--workers", type=int, default=2, help="pairs that run at the same time")
     parser.add_argument("--only", type=int, help="one of the pairs, by its number")
     parser.add_argument("--quick", action="store_true", help="five pairs, python_lm once")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/capped.md")
@@ -82,7 +86,7 @@ def main() -> int:
     pairs = _drawn(5 if arguments.quick else arguments.pairs)
     if arguments.only is not None:
         pairs = [pairs[arguments.only - 1]]
-    drawn, failures = _run_drawn(pairs, arguments.steps)
+    drawn, failures = _run_drawn(pairs, arguments.steps, arguments.workers)
     minutes = (time.perf_counter() - start) / 60
     repeated: list[str] = []
     if arguments.only is None:
@@ -105,7 +109,7 @@ def _drawn(count: int) -> list[tuple[str, int, float]]:
     return [(name, draw.choice(capped_jobs.BATCH_SIZES), draw.random()) for name in names[:count]]
 
 
-def _run_drawn(pairs: list[tuple[str, int, float]], steps: int) -> tuple[list[str], list[str]]:
+def _run_drawn(pairs: list[tuple[str, int, float]], steps: int, workers: int) -> tuple[list[str], list[str]]:
     """The rows of the table, and what was missed."""
     lines = [
         "| job | batch | cap | allowed | plan | predicted peak | measured peak | resident | used | result "
@@ -115,34 +119,42 @@ def _run_drawn(pairs: list[tuple[str, int, float]], steps: int) -> tuple[list[st
     print("\n".join(lines))
     failures: list[str] = []
     errors: list[float] = []
-    for number, (name, batch_size, part) in enumerate(pairs, start=1):
-        target = f"{FILE}:{name}"
-        job = load_target(target)
-        least, whole = _range(name, batch_size)
-        allowed = least + round(part * (whole - least))
-        try:
-            search, found = _planned(job, batch_size, _budget(target, allowed))
-        except InfeasibleError as error:
-            failures.append(f"{number} {name}: nothing found for {sizes.text(allowed)}")
-            print(failures[-1], error)
-            continue
-        ran = _outcome(target, job, found.plan, allowed, steps)
-        beside = "" if ran.share >= USED else _next_larger(search, found, ran, steps)
-        errors.append(found.memory.peak_allocated_bytes / ran.tensor_bytes - 1)
-        if ran.status:
-            failures.append(f"{number} {name}: {_said(ran.status)}")
-        elif beside.startswith("runs"):
-            failures.append(f"{number} {name}: {ran.share:.0%} used, and the next larger candidate {beside}")
-        lines.append(
-            f"| {name} | {batch_size} | {sizes.text(_cap(target, allowed))} | {sizes.text(allowed)} "
-            f"| {_shape(found.plan)} | {sizes.text(found.memory.peak_allocated_bytes)} "
-            f"| {sizes.text(ran.tensor_bytes)} | {sizes.text(ran.resident_bytes)} | {ran.share:.0%} "
-            f"| {_said(ran.status)} | {beside} |"
-        )
-        print(lines[-1], flush=True)
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        for line, failure, error in pool.map(_row, pairs, itertools.repeat(steps)):
+            lines.append(line)
+            failures += [failure] if failure else []
+            errors.append(error)
+            print(line, flush=True)
     lines += ["", f"Predicted against measured peaks: {min(errors):+.2%} to {max(errors):+.2%}."]
     print(lines[-1])
     return lines, failures
+
+
+def _row(pair: tuple[str, int, float], steps: int) -> tuple[str, str, float]:
+    """The row of a pair, what was missed, and the error of the predicted peak."""
+    name, batch_size, part = pair
+    target = f"{FILE}:{name}"
+    job = load_target(target)
+    least, whole = _range(name, batch_size)
+    allowed = least + round(part * (whole - least))
+    begun = f"| {name} | {batch_size} | {sizes.text(_cap(target, allowed))} | {sizes.text(allowed)} "
+    try:
+        search, found = _planned(job, batch_size, _budget(target, allowed))
+    except InfeasibleError as error:
+        return f"{begun}| {error.what} | | | | | | |", f"{name}: no plan for {sizes.text(allowed)}", 0.0
+    ran = _outcome(target, job, found.plan, allowed, steps)
+    beside = "" if ran.share >= USED else _next_larger(search, found, ran, steps)
+    failure = ""
+    if ran.status:
+        failure = f"{name}: {_said(ran.status)}"
+    elif beside.startswith("runs"):
+        failure = f"{name}: {ran.share:.0%} used, and the next larger candidate {beside}"
+    row = (
+        f"{begun}| {_shape(found.plan)} | {sizes.text(found.memory.peak_allocated_bytes)} "
+        f"| {sizes.text(ran.tensor_bytes)} | {sizes.text(ran.resident_bytes)} | {ran.share:.0%} "
+        f"| {_said(ran.status)} | {beside} |"
+    )
+    return row, failure, found.memory.peak_allocated_bytes / ran.tensor_bytes - 1
 
 
 @cache

@@ -2,7 +2,7 @@
 
 Run ``python benchmarks/planning/exhaustive.py [--rounds 7] [--rates FILE] [--quick] [--write]``. The jobs are those of
 ``order.py``, each with a budget between the least that any plan needs and what the whole batch needs. The device is
-calibrated once. The grid is every even micro-batch down to an eighth of the batch with: nothing recomputed, every
+calibrated once. The grid is every precision that the device is fast at, some even micro-batches down to an eighth of the batch with: nothing recomputed, every
 block, the parts of every block, every block but its products, every second block, runs of blocks (their square root),
 and two runs. All that fit are run, and those within 15 % of the fastest once more for all rounds, taking turns; the time
 of a step is the median of its own CPU time with one thread, which other processes do not lengthen. The chosen plan runs
@@ -25,7 +25,7 @@ from torch import nn
 import snugfit
 from snugfit import Job, Plan, estimate, hardware, plan, sizes
 from snugfit.memory import tracing
-from snugfit.planning import calibration, trying_out, units
+from snugfit.planning import calibration, options, trying_out, units
 from snugfit.planning.choosing import Search
 from snugfit.plans import Segment
 from snugfit.rates import Rates
@@ -35,7 +35,17 @@ WITHIN = 0.05
 CLOSE = 1.15
 PARTS = (0.25, 0.45, 0.65)
 "Where between the least and the whole the budgets lie, in turn."
-JOBS = 8
+BATCH_SIZES = {
+    "GPT, width 128, 6 layers": 16,
+    "MLP, width 512, 8 layers": 2048,
+    "ResNet-like, 32 channels, BatchNorm": 32,
+    "BERT-like, width 128, 4 layers, dropout": 16,
+    "transformer, 256 tokens, width 64": 8,
+    "MLP, width 128, 24 layers": 1024,
+    "conv net, 64 channels, GroupNorm": 16,
+    "ConvNeXt-like, 32 channels": 16,
+}
+"Of the jobs whose memory depends on the plan."
 
 
 @dataclass(frozen=True)
@@ -92,13 +102,15 @@ def main() -> int:
     torch.set_num_threads(1)
     rates = calibration.calibrate("cpu") if arguments.rates is None else Rates.load(arguments.rates)
     device = calibration.calibrated("cpu", rates)
-    chosen = list(jobs().items())[: 2 if arguments.quick else JOBS]
+    known = jobs()
+    chosen = list(BATCH_SIZES.items())[: 2 if arguments.quick else None]
     print(*HEAD, sep="\n")
     answers = []
-    for number, (name, (job, batch_size)) in enumerate(chosen):
+    for number, (name, batch_size) in enumerate(chosen):
         if arguments.only is None or arguments.only in name:
             part = PARTS[number % len(PARTS)]
-            answers.append(_answer(name, job, batch_size, device, part, 2 if arguments.quick else arguments.rounds))
+            rounds = 2 if arguments.quick else arguments.rounds
+            answers.append(_answer(name, known[name][0], batch_size, device, part, rounds))
             print(answers[-1].row(), flush=True)
     missed = [answer.name for answer in answers if not answer.held]
     verdict = f"{len(answers) - len(missed)} of {len(answers)} chosen plans are within {WITHIN:.0%} of the best and "
@@ -113,7 +125,7 @@ def _answer(name: str, job: Job, batch_size: int, device: hardware.Device, part:
     budget = _budget(job, batch_size, device, part)
     found = plan(job, device, batch_size, budget)
     tried = trying_out.measured(job, found, device, 3, windows=2)
-    grid = _grid(job, found.plan)
+    grid = _grid(job, found.plan, device)
     fitting = _fitting(job, grid, device, budget)
     ours = f"{_shape(found.plan)} (chosen)"
     theirs = f"{_shape(tried.plan)} (measured)"
@@ -147,7 +159,7 @@ def _budget(job: Job, batch_size: int, device: hardware.Device, part: float) -> 
     return least + round(part * (whole - least))
 
 
-def _grid(job: Job, like: Plan) -> dict[str, Plan]:
+def _grid(job: Job, like: Plan, device: hardware.Device) -> dict[str, Plan]:
     """All candidates by name; what is no micro-batch or recomputation is as in the chosen plan."""
     model = job.model()
     forms = {
@@ -159,9 +171,12 @@ def _grid(job: Job, like: Plan) -> dict[str, Plan]:
         "runs": checkpointing.segments(model),
         "two runs": checkpointing.segments(model, 2),
     }
-    cut = {-(-like.batch_size // number) for number in (1, 2, 3, 4, 6, 8)}
+    cut = {-(-like.batch_size // number) for number in (1, 2, 3, 4, 8)}
     return {
-        f"{-(-like.batch_size // size)} x {size}, {name}": replace(like, micro_batch_size=size, recompute=form)
+        f"{options.short(precision)}, {-(-like.batch_size // size)} x {size}, {name}": replace(
+            like, precision=precision, micro_batch_size=size, recompute=form
+        )
+        for precision, _ in options.precisions(device, {})
         for size in sorted(cut, reverse=True)
         for name, form in forms.items()
     }
@@ -170,10 +185,11 @@ def _grid(job: Job, like: Plan) -> dict[str, Plan]:
 def _fitting(job: Job, grid: dict[str, Plan], device: hardware.Device, budget: int) -> dict[str, Plan]:
     """The candidates that are predicted to fit; what fits at one micro-batch size fits at every smaller one."""
     fitting: dict[str, Plan] = {}
-    known: set[tuple[Segment, ...]] = set()
+    known: set[tuple[str, tuple[Segment, ...]]] = set()
     for name, one in grid.items():  # the largest sizes first
-        if one.recompute in known or estimate(job, one, device).fits(budget):
-            known.add(one.recompute)
+        form = one.precision, one.recompute
+        if form in known or estimate(job, one, device).fits(budget):
+            known.add(form)
             fitting[name] = one
     return fitting
 
@@ -205,7 +221,7 @@ def _taken(job: Job, plans: dict[str, Plan], rounds: int) -> dict[str, float]:
 
 def _shape(chosen: Plan) -> str:
     """A plan in a few words."""
-    parts = [f"{chosen.accumulation_steps} x {chosen.micro_batch_size}"]
+    parts = [f"{options.short(chosen.precision)}, {chosen.accumulation_steps} x {chosen.micro_batch_size}"]
     in_runs = [segment for segment in chosen.recompute if len(segment.modules) > 1]
     policies = [segment.policy for segment in chosen.recompute if len(segment.modules) == 1]
     parts += [f"{policies.count(policy)} {policy}" for policy in sorted(set(policies))]

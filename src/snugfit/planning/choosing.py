@@ -227,7 +227,8 @@ class Search:
 
     def _learn(self, choice: Choice, traced: TracedPlan) -> None:
         """Remember by how much the chain's prediction was off: fragments, runs, what the host takes."""
-        self.joint.pace[choice.kind] = self.joint.pace.get(choice.kind, 1.0) * traced.step_time_s / choice.step_time_s
+        kind = choice.kind.family, choice.kind.is_recomputed
+        self.joint.pace[kind] = self.joint.pace.get(kind, 1.0) * traced.step_time_s / choice.step_time_s
         beyond = traced.memory.peak_reserved_bytes - choice.allocated_bytes
         known = self.joint.surplus.get(choice.kind, 0)
         if not traced.fits:  # never twice the same room

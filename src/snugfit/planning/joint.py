@@ -94,8 +94,8 @@ class JointSearch:
         self.runs = True
         self.surplus: dict[Kind, int] = {}
         "What a traced plan of a kind reserved beyond what its chain predicted."
-        self.pace: dict[Kind, float] = {}
-        "What a traced plan of a kind took, over what its chain predicted."
+        self.pace: dict[tuple[str, bool], float] = {}
+        "What a traced plan took, over what its chain predicted, by family and whether anything is recomputed."
         self.expected: dict[str, int] = {}
         "By family, what is expected of kinds of which none was traced."
         self.updates = Updates(job, device)
@@ -239,7 +239,7 @@ class JointSearch:
     def choice(self, plan: Plan, chain: Chain, spans: tuple[Span, ...], extra_ns: int) -> Choice:
         """A way to run a chain as a choice."""
         segments = self._family(plan).segments(chain, spans) if self.names else plan.recompute
-        pace = self.pace.get(kind_of(plan, segments), 1.0)
+        pace = self.pace.get((family_of(plan), bool(segments)), 1.0)
         return Choice(
             plan=replace(plan, recompute=segments),
             step_time_s=pace * self._seconds(plan, chain, extra_ns),
