@@ -1,13 +1,13 @@
 """Does a plan made for a hard memory cap run inside of it at the first try, and does it use what it is allowed?
 
-Run ``python benchmarks/capped.py [--pairs 40] [--steps 2] [--times 5] [--workers 2] [--quick] [--write]``. Forty pairs of a small job
-(``capped_jobs.py``) and a cap are drawn, what the cap allows evenly between the least that any plan of the job needs
-and the peak of its whole batch with nothing recomputed. The planner's choice is run in a fresh child under
-``RLIMIT_DATA``, with recovery off, so that a plan that is too large fails instead of shrinking. Where less than 85 %
-is used, the next larger candidate is run under the same cap: of all plans that the planner knows to be faster, the one
-that needs least; where none is, the same plan at the next larger even micro-batch. It must fail, or its tensors alone
-take more than what is allowed. Then three caps of ``examples/python_lm.py``, ``--times`` runs each. CPU-measured; exit
-status 1 when a target is missed.
+Run ``python benchmarks/capped.py [--pairs 40] [--steps 2] [--times 5] [--workers 2] [--quick] [--write]``. Forty pairs
+of a small job (``capped_jobs.py``) and a cap are drawn, what the cap allows evenly between the least that any plan of
+the job needs and the peak of its whole batch with nothing recomputed. The planner's choice is run in a fresh child
+under ``RLIMIT_DATA``, with recovery off, so that a plan that is too large fails instead of shrinking. Where less than
+85 % is used, the next larger candidate is run under the same cap: of all plans that the planner knows to be faster, the
+one that needs least; where none is, the same plan at the next larger even micro-batch. It must fail, or its tensors
+alone take more than what is allowed. Then three caps of ``examples/python_lm.py``, ``--times`` runs each. CPU-measured;
+exit status 1 when a target is missed.
 """
 
 import argparse

@@ -308,7 +308,7 @@ def test_train_runs_a_given_plan_and_prints_the_report_as_json(jobs, call, tmp_p
 
 
 def test_a_cap_below_the_static_memory_says_which_tensors_exceed_it(jobs, call, monkeypatch, tmp_path):
-    monkeypatch.setattr(cli.capped, "measure_baseline", lambda target, options: 0)
+    monkeypatch.setattr(cli.capped, "measure_baseline", lambda target, options, cap_bytes: 0)
     status, out, err = call("train", "jobs.py:large", "--steps", 1, "--memory-cap", "500MiB", "--batch", 1)
     assert (status, out) == (cli.DOES_NOT_FIT, "")
     assert_four_parts(err)

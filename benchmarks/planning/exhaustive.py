@@ -1,13 +1,14 @@
 """Is the chosen plan the fastest? The planner's choice against the best of an exhaustive measured search.
 
 Run ``python benchmarks/planning/exhaustive.py [--rounds 7] [--rates FILE] [--quick] [--write]``. The jobs are those of
-``order.py``, each with a budget between the least that any plan needs and what the whole batch needs. The device is
-calibrated once. The grid is every precision that the device is fast at, some even micro-batches down to an eighth of the batch with: nothing recomputed, every
-block, the parts of every block, every block but its products, every second block, runs of blocks (their square root),
-and two runs. All that fit are run, and those within 15 % of the fastest once more for all rounds, taking turns; the time
-of a step is the median of its own CPU time with one thread, which other processes do not lengthen. The chosen plan runs
-twice: what its two engines differ by is the A/A band. Then the planner may run its best three itself (``--measure 3``).
-Target: within 5 % of the best and the band, by prediction alone. CPU-measured; exit status 1 when it is missed.
+``order.py`` whose memory depends on the plan, each with a budget between the least that any plan needs and what the
+whole batch needs. The device is calibrated once. The grid is every precision that the device is fast at, some even
+micro-batches down to an eighth of the batch, and: nothing recomputed, every block, the parts of every block, every
+block but its products, every second block, runs of blocks (their square root), and two runs. All that fit are run, and
+those within 15 % of the fastest once more for all rounds, taking turns; the time of a step is the median of its own
+CPU time with one thread, which other processes do not lengthen. The chosen plan runs twice: what its two engines differ
+by is the A/A band. Then the planner may run its best three itself (``--measure 3``). Target: within 5 % of the best and
+the band, by prediction alone. CPU-measured; exit status 1 when it is missed.
 """
 
 import argparse

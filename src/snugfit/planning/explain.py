@@ -104,7 +104,7 @@ def pays_with(plan: Plan, flops: int, first: Plan, first_flops: int) -> str:
         costs.append("precision")
     if plan.accumulation_steps > 1:
         costs.append(f"{plan.accumulation_steps} smaller micro-batches")
-    if plan.recompute and first_flops:
+    if (plan.recompute or plan.loss_chunks > first.loss_chunks) and first_flops:
         costs.append(f"{max(flops / first_flops - 1, 0):.0%} more computation")
     return ", ".join(costs) or "nothing"
 

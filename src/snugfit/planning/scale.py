@@ -209,7 +209,7 @@ def _on_learning_rate(plan: Plan, reference: int | None) -> Iterator[Advice]:
     yield Advice(
         "T5",
         f"{'' if reference is not None else 'if it was: '}a learning rate found at batch size {at} is for a batch "
-        f"{factor:.3g} times smaller: the linear rule multiplies it by {linear:.3g}, the square root by {root:.3g}; "
+        f"{factor:,.4g} times smaller: the linear rule multiplies it by {linear:,.4g}, the square root by {root:.3g}; "
         f"usual here is {usual!r} (linear up to {LINEAR_UP_TO}, with Adam the root)",
         {"factor": factor, "linear": linear, "sqrt": root, "reference_batch_size": at},
     )
