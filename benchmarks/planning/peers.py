@@ -243,10 +243,10 @@ def main() -> int:
             "operation by operation on the same roofline. In backward, blocks of `sac_milp` get the least that any of "
             "snugfit's options needs; the partitioner's peak is what is alive while its backward graph runs in its own "
             "order. Compiled, its recomputed operations are fused, which this leaves out. `sac_milp` at 3.5 GiB takes "
-            "three minutes and is not in this run; in an earlier one, in which snugfit had fewer options, it cost 5.9 % "
-            "against snugfit's 6.6 %. Two of snugfit's options (a feed-forward part whose matrix products are kept, with "
-            "and without attention) were added after such losses had been seen. Saved bytes are those at the "
-            "end of forward, or of a run of blocks while it is recomputed.",
+            "three minutes and is not in this run; in an earlier one, in which snugfit had fewer options, it cost "
+            "5.9 % against snugfit's 6.6 %. Two of snugfit's options (a feed-forward part whose matrix products are "
+            "kept, with and without attention) were added after such losses had been seen. Saved bytes are those at "
+            "the end of forward, or of a run of blocks while it is recomputed.",
             "",
         ]
         (ROOT / "benchmarks" / "results" / "planning_peers.md").write_text("\n".join([*head, *text]), encoding="utf-8")

@@ -118,6 +118,8 @@ def plan(request: SearchRequest) -> int:
         job = load_target(request.target, **request.options())
         card, budget_bytes = request.card()
         found = request.tried_out(job, card, request.search(job, card, budget_bytes))
+        for way in found.changes:
+            tables.warning(f"the plan is for a job that was changed: {way.change}", set())
         if request.output is not None:
             found.plan.save(request.output)
             details.save(request.shown(job, card, budget_bytes, found), details.beside(request.output))

@@ -315,6 +315,7 @@ class Search:
             self.precisions[-1],
             self.model,
             self.joint if choice is not None else None,
+            {plan: traced.memory for plan, traced in self.traced.items()},
         )
         return PlanReport(
             plan=chosen.plan,

@@ -3,7 +3,7 @@
 Entry points: ``reasons``, ``notes`` and ``infeasible``. They read what a search met and decide nothing.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 
 from torch import nn
@@ -31,6 +31,7 @@ def reasons(
     precision: options.Option,
     model: nn.Module,
     joint: JointSearch | None,
+    traced: Mapping[Plan, MemoryReport],
 ) -> dict[str, str]:
     """A sentence for each field of the chosen plan that the search decided or was given.
 
@@ -42,6 +43,7 @@ def reasons(
         precision: The lower precision that was looked at.
         model: The job's model.
         joint: What other sizes would need; None where nothing had to be searched.
+        traced: What plans need that were traced by themselves.
     """
     coupled = norms.batch_coupled(model)
     found = {field.name: "given" for field in fields(Plan) if field.name in fixed}
@@ -51,7 +53,7 @@ def reasons(
     found.setdefault("micro_batch_size", _micro_batch(plan, used, budget_bytes, joint))
     lower = plan.precision == precision.value
     found.setdefault("precision", precision.reason if lower else "fp32 is the fastest that fits")
-    found.setdefault("recompute", _recompute(plan, model, budget_bytes, joint))
+    found.setdefault("recompute", _recompute(plan, model, budget_bytes, joint, traced))
     own = (
         "the job's own choice is kept" if plan.optimizer_impl == "as-given" else "its update takes less time or memory"
     )
@@ -82,14 +84,17 @@ def _micro_batch(plan: Plan, used: str, budget_bytes: int, joint: JointSearch | 
     return f"the fastest size that fits: {used}; {beyond}"
 
 
-def _recompute(plan: Plan, model: nn.Module, budget_bytes: int, joint: JointSearch | None) -> str:
+def _recompute(
+    plan: Plan, model: nn.Module, budget_bytes: int, joint: JointSearch | None, traced: Mapping[Plan, MemoryReport]
+) -> str:
     if not plan.recompute:
         return "not needed: recomputing would only cost time"
     if joint is None:
         return f"{options.describe(plan.recompute)}"
     chain = joint.chain(plan)
     plain = joint.choice(plan, chain, chain.all_by(NOTHING), 0)
-    without = joint.needed_bytes(plain)
+    known = traced.get(plain.plan) or traced.get(replace(plain.plan, optimizer_impl=joint.first.optimizer_impl))
+    without = joint.needed_bytes(plain) if known is None else known.needed_bytes
     named = len(units.named(model))
     return (
         f"{options.describe(plan.recompute)} of {named} units, the cheapest choice that fits; without it micro-batches "
@@ -134,12 +139,13 @@ def notes(ladder: Sequence[Rung], chosen: Plan, device: Device, model: nn.Module
     whole = [rung for rung in ladder if rung.fits and rung.plan.accumulation_steps == 1]
     if chosen.accumulation_steps > 1 and whole and norms.batch_coupled(model):
         fastest = min(whole, key=lambda rung: rung.step_time_s)
-        slower = fastest.step_time_s / last.step_time_s - 1
+        own = next((rung for rung in ladder if rung.plan == chosen), last)
+        slower = fastest.step_time_s / own.step_time_s - 1
         found.append(
             f"BatchNorm sees micro-batches of {chosen.micro_batch_size}; in the rung {fastest.name!r} it would see the "
             f"whole batch, for {slower:.0%} more time: fix micro_batch_size={fastest.plan.micro_batch_size}"
         )
-    if mixed is None and device.kind == "cpu":
+    if mixed is None and device.kind == "cpu" and not device.fast_bfloat16:
         found.append("no lower precision is proposed: this device multiplies bf16 and fp16 more slowly than fp32")
     found.append(f"step times are modelled, {cost.uncertainty(device):.0%} either way; ratios between plans are surer")
     return tuple(found)

@@ -136,7 +136,8 @@ def _on_steps(plan: Plan, memory: MemoryReport) -> Iterator[Advice]:
     steps = plan.accumulation_steps
     if steps == 1:
         return
-    saved = memory.at("forward end").get("saved", 0)
+    # The last micro-batch, at whose forward's end this is read, may be a short one.
+    saved = max(memory.at("forward end").get("saved", 0), memory.by_category.get("saved", 0))
     whole = saved * plan.samples_per_rank // plan.micro_batch_size
     ranges = (
         (MEMORY_STEPS, f"what one card short of memory takes ({MEMORY_STEPS[0]}-{MEMORY_STEPS[1]})"),
@@ -155,7 +156,8 @@ def _on_steps(plan: Plan, memory: MemoryReport) -> Iterator[Advice]:
         per_sample = saved / plan.micro_batch_size
         yield Advice(
             "T19",
-            f"beyond {CHECKPOINT_BEYOND} steps checkpointing helps: nothing is recomputed here, and each sample keeps "
+            f"beyond {CHECKPOINT_BEYOND} steps checkpointing is usual; here larger micro-batches with it are not "
+            "faster or do not fit: each sample keeps "
             f"{sizes.text(round(per_sample))}, which is what bounds the micro-batch",
             {"accumulation_steps": steps, "saved_bytes_per_sample": per_sample},
         )
@@ -208,7 +210,7 @@ def _on_learning_rate(plan: Plan, reference: int | None) -> Iterator[Advice]:
     usual = "linear" if factor <= LINEAR_UP_TO else "sqrt"
     yield Advice(
         "T5",
-        f"{'' if reference is not None else 'if it was: '}a learning rate found at batch size {at} is for a batch "
+        f"the learning rate stays if it was chosen for batch size {plan.batch_size}; one found at {at} is for a batch "
         f"{factor:,.4g} times smaller: the linear rule multiplies it by {linear:,.4g}, the square root by {root:.3g}; "
         f"usual here is {usual!r} (linear up to {LINEAR_UP_TO}, with Adam the root)",
         {"factor": factor, "linear": linear, "sqrt": root, "reference_batch_size": at},

@@ -3,14 +3,15 @@
 Entry point: ``measured``. What ran out of memory is out of the question, however well it was predicted to fit.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from snugfit import hardware
 from snugfit.errors import DeviceMemoryError, PlanError
 from snugfit.jobs import Job
 from snugfit.memory import tracing
-from snugfit.planning import trials
+from snugfit.planning import scale, trials
 from snugfit.planning.plan_report import PlanReport
+from snugfit.plans import Plan
 
 
 def measured(job: Job, found: PlanReport, device: str | hardware.Device, number: int, windows: int = 3) -> PlanReport:
@@ -52,8 +53,22 @@ def measured(job: Job, found: PlanReport, device: str | hardware.Device, number:
         trace = tracing.record_job(job, best.plan, hardware.resolve(device))
         memory = trace.report()
     others = {trial.plan: trial for trial in timed[1:]}
+    reasons, advice, notes = dict(found.reasons), found.advice, found.notes
+    if len(contenders) < number:
+        notes = (*notes, f"{len(contenders)} plans were predicted to fit, so no more were run")
+    if best.plan != found.plan:
+        said = f"the fastest of the {len(timed)} plans that were run"
+        changed = [
+            field.name for field in fields(Plan) if getattr(best.plan, field.name) != getattr(found.plan, field.name)
+        ]
+        reasons |= dict.fromkeys(changed, said)
+        card, model = hardware.resolve(device), tracing.skeleton(job)
+        advice = scale.advice(best.plan, memory, card, model, max_grad_norm=job.max_grad_norm)
     return replace(
         found,
+        reasons=reasons,
+        advice=advice,
+        notes=notes,
         plan=best.plan,
         runner_up=next(iter(others), found.runner_up),
         memory=memory,
