@@ -197,7 +197,8 @@ def _least_of_faster(search: Search, found: PlanReport) -> Plan | None:
         for index in range(len(points.points)):
             solution = points.solution(index)
             choice = joint.choice(plan, chain, solution.choices, solution.extra_ns)
-            if choice.step_time_s < FASTER * found.step_time_s:  # the first: points need more and more
+            is_larger = choice.allocated_bytes > found.memory.peak_allocated_bytes
+            if is_larger and choice.step_time_s < FASTER * found.step_time_s:  # the first: points need more and more
                 if best is None or joint.needed_bytes(choice) < joint.needed_bytes(best):
                     best = choice
                 break

@@ -171,13 +171,13 @@ class _Probing:
         self.elements.append(cut(trace.base.recording, trace.steps[-1], list(self.kinds)))
 
     def _tell_apart(self) -> None:
-        """Alike are only units that compute as much; those that do not run once are no units."""
+        """Alike are only units that compute as much, or move as much; those that do not run once are no units."""
         recording = self.traces[0].base.recording
-        flops = {
-            element.unit: sum(work.flops for _, work in recording.work[slice(*element.forward_work)])
-            for element in self.elements[0]
-        }
-        self.kinds = {name: (kind, flops[name]) for name, kind in self.kinds.items() if name in flops}
+        done = {}
+        for element in self.elements[0]:
+            work = [item for _, item in recording.work[slice(*element.forward_work)]]
+            done[element.unit] = sum(item.flops for item in work) or -sum(item.bytes for item in work)
+        self.kinds = {name: (kind, done[name]) for name, kind in self.kinds.items() if name in done}
 
     def _note(self, carried: Mapping[str, str]) -> None:
         trace = len(self.traces) - 1

@@ -8,7 +8,7 @@ in a step, which is ``timed_steps``'.
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,7 +103,7 @@ def arithmetic(device: torch.device, dtypes: Sequence[str]) -> dict[str, Curve]:
     points: dict[str, dict[float, list[float]]] = {}
     for dtype in dtypes:
         small = best(_product(device, dtype, 4))
-        for call in _arithmetic_calls(device, dtype):
+        for call in _arithmetic_calls(device, dtype, points):
             (work,) = (item for item in counted(call) if item.flops)
             reached = work.flops / _beyond(best(call), small)
             kind = f"{cost.kind_of(work.op.partition('.')[0])} {dtype}"
@@ -114,14 +114,17 @@ def arithmetic(device: torch.device, dtypes: Sequence[str]) -> dict[str, Curve]:
     }
 
 
-def _arithmetic_calls(device: torch.device, dtype: str) -> Iterator[Callable[[], object]]:
-    is_slow = device.type == "cpu" and dtype != "float32"
+def _arithmetic_calls(
+    device: torch.device, dtype: str, points: Mapping[str, Mapping[float, Sequence[float]]]
+) -> Iterator[Callable[[], object]]:
+    """Products, then the rest where the products that were timed so far are no slower than those of float32."""
     sides = SIDES[dtype] if device.type == "cpu" else (64, 256, 1024, 4096)
     for side in sides:
         yield _product(device, dtype, side)
         yield _product(device, dtype, side, transposed=True)
-    if is_slow:
-        return
+    reached, plain = (max(max(found) for found in points[f"product {name}"].values()) for name in (dtype, "float32"))
+    if reached < plain:
+        return  # seconds for one call, and no plan takes it
     scale = 1 if device.type == "cpu" else 8
     for length in (32, 128, 512):
         for is_causal in (False, True):
