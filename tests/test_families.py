@@ -193,3 +193,20 @@ def test_the_time_of_an_option_is_that_of_the_kernels_that_run_again():
         for plan in [snugfit.Plan(batch_size=128, micro_batch_size=64, recompute=recompute)]
     )
     assert 2 * chain.extra_ns(spans) / 1e9 == pytest.approx(full - plain, rel=0.02)
+
+
+def test_a_unit_whose_backward_makes_nothing_does_not_hide_those_before_it():
+    def model():
+        layers = [layer for _ in range(4) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 16 * 16, 2))
+
+    job = snugfit.Job(
+        model,
+        lambda model, x: model(x).square().mean(),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda n: torch.zeros(n, 8, 16, 16),
+    )
+    chain = family_of(job, hardware.resolve("cpu"), "32-true").chain(8, 4)
+    activation = 8 * 8 * 16 * 16 * 4
+    kept = sum(unit.plain.kept_bytes for name, unit in zip(chain.names, chain.units, strict=True) if name in "1234567")
+    assert kept >= 4 * activation  # the result of each ReLU, kept by itself or by the convolution behind it

@@ -150,6 +150,8 @@ def _backward_spans(
     spans: list[tuple[_Moment, _Moment]] = []
     latest = start
     for number in reversed(range(len(units))):
+        if first[number] == end:  # nothing is made in its backward (ReLU in place): it lies behind the one after it
+            first[number] = spans[-1][1] if spans else start
         latest = max(latest, first[number])
         spans.append((latest, max(last[number], latest)))
     spans.reverse()
