@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from snugfit import Plan, capped, hardware, runs, sizes, tables
+from snugfit import Plan, capped, hardware, plan_tables, runs, sizes, tables
 from snugfit.integrations.known_models import known_job
 from snugfit.memory.measuring import measure
 from snugfit.planning import search
@@ -28,6 +28,8 @@ STEPS = 30
 COMPARED_STEPS = 5
 LOSS_TOLERANCE = 1e-5
 PEAK_TOLERANCE = 0.01
+_AS_GIVEN = {"precision": "32-true", "optimizer_impl": "as-given"}
+"What the full batch is compared with, number by number."
 
 
 def main() -> int:
@@ -49,8 +51,7 @@ def plan_bert_large() -> None:
         heading(f"(a) BERT-large, 512 tokens, batch {BATCH_SIZE}, on {device} (modelled, no GPU used)")
         card = hardware.resolve(device)
         found = search.plan(job, card, batch_size=BATCH_SIZE)
-        tables.ladder(out, found, card.memory_bytes)
-        tables.reasons(out, found)
+        plan_tables.show(out, found)
 
 
 def train_under_cap(folder: Path) -> bool:
@@ -68,9 +69,8 @@ def train_under_cap(folder: Path) -> bool:
     out.print(f"the child ended with status {status} ({'out of memory' if status == 3 else 'not out of memory'})")
 
     heading("(c) the same job planned for the same cap")
-    found = search.plan(job, "cpu", batch_size=BATCH_SIZE, budget=allowed, fixed={"precision": full.precision})
-    tables.ladder(out, found, allowed)
-    tables.reasons(out, found)
+    found = search.plan(job, "cpu", batch_size=BATCH_SIZE, budget=allowed, fixed=_AS_GIVEN)
+    plan_tables.show(out, found)
     planned_status = run(found.plan, cap, folder / "planned")
     if planned_status:
         out.print(f"the planned run ended with status {planned_status}")
