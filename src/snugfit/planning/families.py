@@ -102,15 +102,6 @@ class Family:
         """The segments of a plan in which the units of a chain run in this way."""
         return tuple(self._segments(chain, choices))
 
-    def describe(self, chain: Chain, choices: Sequence[Span]) -> dict[str, int]:
-        """How many units of a chain run in which way: name of the option to number of units, nothing left out."""
-        counts: dict[str, int] = {}
-        for span in choices:
-            name = f"runs of {span.last - span.first + 1}" if span.option is None else span.option
-            if name != NOTHING:
-                counts[name] = counts.get(name, 0) + span.last - span.first + 1
-        return counts
-
     def _segments(self, chain: Chain, choices: Sequence[Span]) -> Iterator[Segment]:
         for span in choices:
             if span.option is None:
@@ -156,7 +147,7 @@ class Family:
             for place, element in enumerate(elements)
             for plain in [self._plain(element.unit, surroundings[_key(place, element)], size, first)]
         )
-        floor, update_ns = self._update(size)
+        floor, update_ns = update(self._base, size)
         return Chain(
             units=tuple(built),
             names=tuple(element.unit for element in elements),
@@ -223,17 +214,11 @@ class Family:
     def _of_trace(self, trace: int, size: int, first: bool) -> dict[str, Measures]:
         key = (trace, size, first and trace == 0)
         if key not in self._measured:
-            scaled = self.probe.traces[trace]
             elements = self._elements(trace, first)
-            times = 1e9 * np.array(cost.times(scaled.work(size), scaled.base.device))
-            found = measure(scaled.base.recording, elements, scaled.birth_bytes(size), np.rint(times).astype(np.int64))
             names = [_key(place, element) for place, element in enumerate(elements)]
+            found = measured(self.probe.traces[trace], elements, size)
             self._measured[key] = dict(zip(names, found, strict=True))
         return self._measured[key]
-
-    def _update(self, size: int) -> tuple[int, int]:
-        """Most alive behind the last micro-batch of the last window, and how long that takes."""
-        return update(self._base, size)
 
     def _left_alive(self, size: int, number: int) -> int:
         """What micro-batches that were not traced leave alive."""
@@ -243,6 +228,13 @@ class Family:
         added = leftovers.added(self._base.base.recording)
         each = sum(more * int(sizes[index]) / births[index].num_bytes for index, more in added.items())
         return round((number - 2) * each)
+
+
+def measured(trace: ScaledTrace, elements: Sequence[Element], micro_batch_size: int) -> tuple[Measures, ...]:
+    """The measures of the elements of a trace at another micro-batch size."""
+    times = 1e9 * np.array(cost.times(trace.work(micro_batch_size), trace.base.device))
+    work_ns = np.rint(times).astype(np.int64)
+    return measure(trace.base.recording, elements, trace.birth_bytes(micro_batch_size), work_ns)
 
 
 def update(trace: ScaledTrace, micro_batch_size: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 Entry point: ``JointSearch``. For each precision one probe gives the chain of units at any micro-batch size; for each
 size the solver gives the fastest way to run that chain within the budget. What is chosen is traced as it is by
-``search``, which says by how much the prediction was off; then the search goes on with that.
+``choosing``, which says by how much the prediction was off; then the search goes on with that.
 """
 
 import gc

@@ -49,4 +49,4 @@ class PlanReport:
     trials: tuple[Trial, ...] = ()
     "What the best contenders took when they were run; empty where nothing was measured."
     trace: Trace | None = field(default=None, repr=False, compare=False)
-    "The trace of the chosen plan; None where its memory was put together from that of another one."
+    "The trace of the chosen plan; None where it was not kept."

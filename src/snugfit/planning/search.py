@@ -12,7 +12,6 @@ from snugfit import hardware
 from snugfit.errors import InfeasibleError, PlanError
 from snugfit.jobs import Job
 from snugfit.memory import tracing
-from snugfit.memory.reports import MemoryReport
 from snugfit.planning import ways_out
 from snugfit.planning.choosing import Search
 from snugfit.planning.plan_report import PlanReport as PlanReport
@@ -74,28 +73,10 @@ def _changed(
     progress(way.change)
     needs_bf16 = way.plan.precision == "bf16-true"  # else the search chooses anew
     given = {**fixed, **{name: getattr(way.plan, name) for name in (_OF_A_WAY if needs_bf16 else ())}}
-    if way.job is None or way.world_size > 1:  # more cards: what each needs is not traced but put together
-        return PlanReport(
-            plan=way.plan,
-            runner_up=None,
-            ladder=(),
-            frontier=(),
-            reasons={"shard": way.change},
-            memory=_known(way),
-            step_time_s=way.step_time_s or 0.0,
-            budget_bytes=search.budget_bytes,
-            notes=way.notes,
-            changes=(way,),
-            job=way.job,
-        )
+    assert way.job is not None, "what snugfit runs is a job"
     again = Search(way.job, search.device, batch_size, search.budget_bytes, way.plan.world_size, given, (), progress)
     found = again.run()
     return replace(found, changes=(way,), job=way.job, notes=(*way.notes, *found.notes))
-
-
-def _known(way: WayOut) -> MemoryReport:
-    assert way.memory is not None, "it fits, so it is known"
-    return way.memory
 
 
 def _check_cards(batch_size: object, world_size: object) -> None:

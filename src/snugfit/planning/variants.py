@@ -7,15 +7,12 @@ of the chain that they change: the update behind the micro-batches, and the last
 import gc
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from snugfit.errors import PlanError, UnsupportedError
 from snugfit.hardware import Device
 from snugfit.jobs import Job
-from snugfit.planning import cost
 from snugfit.planning.chain import NOTHING, Option
-from snugfit.planning.cutting import Measures, cut, measure
-from snugfit.planning.families import Chain, update
+from snugfit.planning.cutting import Measures, cut
+from snugfit.planning.families import Chain, measured, update
 from snugfit.planning.scaling import NotAffineError, ScaledTrace
 from snugfit.plans import Plan
 
@@ -81,10 +78,8 @@ class Heads:
         trace = self._known[key]
         if trace is None:
             return None
-        size = plan.micro_batch_size
         elements = cut(trace.base.recording, trace.steps[-1], self.names)
-        times = 1e9 * np.array(cost.times(trace.work(size), self.device))
-        return measure(trace.base.recording, elements, trace.birth_bytes(size), np.rint(times).astype(np.int64))[-1]
+        return measured(trace, elements, plan.micro_batch_size)[-1]
 
     def put_in(self, chain: Chain, plan: Plan, whole: Measures) -> Chain:
         """The chain with the head of a plan whose loss is in chunks.
