@@ -7,7 +7,7 @@ from torch import nn
 
 import snugfit
 from snugfit import hardware
-from snugfit.planning import options
+from snugfit.planning import errands, options
 from snugfit.planning.scaling import NotAffineError, ScaledTrace
 from snugfit.sizes import GIB, MIB
 
@@ -133,7 +133,7 @@ def test_fixed_fields_are_kept_and_unknown_ones_refused():
         snugfit.plan(job(), card(), fixed=3)
     with pytest.warns(UserWarning, match="clamped to 8"):
         assert snugfit.plan(job(), card(), batch_size=8, fixed={"micro_batch_size": 100}).plan.micro_batch_size == 8
-    with pytest.raises(snugfit.PlanError, match="unknown allowance"):
+    with pytest.raises(snugfit.PlanError, match="unknown change of the job"):
         snugfit.plan(job(), card(), allow=("magic",))
 
 
@@ -156,3 +156,14 @@ def test_c077_a_plan_names_the_layers_that_accumulation_makes_not_equivalent():
     ):
         found = snugfit.plan(job, "rtx-3060-12gb", batch_size=8, fixed=fixed)
         assert found.reasons["norm_policy"].startswith(expected)
+
+
+def test_a_plan_is_the_same_whether_traces_are_made_in_copies_of_the_process_or_one_after_the_other(monkeypatch):
+    tight = card(memory_bytes=3 * GIB // 2)
+    aside = snugfit.plan(job(), tight, 4096)
+    monkeypatch.setattr(errands, "_is_possible", lambda: False)
+    here = snugfit.plan(job(), tight, 4096)
+    assert aside.plan == here.plan
+    assert [(rung.plan, rung.memory.peak_reserved_bytes, rung.step_time_s) for rung in aside.ladder] == [
+        (rung.plan, rung.memory.peak_reserved_bytes, rung.step_time_s) for rung in here.ladder
+    ]

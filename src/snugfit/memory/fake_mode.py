@@ -45,6 +45,12 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__(allow_non_fake_inputs=True)
         self._kinds: dict[Any, str] = {}
         self._known: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
+        self._attributes: dict[str, Any] | None = None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Not around each operation: while a trace runs, no compiler listens."""
+        return False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FakeMode":
         """Itself: a copied tensor belongs to the same mode."""
@@ -79,7 +85,17 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return fakes[0] if container is None else container(fakes)
 
     def _fake(self, meta: torch.Tensor) -> FakeTensor:
-        return FakeTensor(self, meta, _CPU)
+        """What ``FakeTensor(self, meta, _CPU)`` makes, with the attributes of one that was made in this way."""
+        if self._attributes is None:
+            fake = FakeTensor(self, meta, _CPU)
+            self._attributes = dict(vars(fake))
+            return fake
+        fake = torch.Tensor._make_subclass(
+            FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU
+        )
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+        vars(fake).update(self._attributes)
+        return fake
 
 
 def _kind(op: Any) -> str:

@@ -4,23 +4,38 @@ Entry point: ``Search``. Where a trace needs more than the chain of units predic
 room; where it needs much less, once more in all of it.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from snugfit import hardware, sizes
 from snugfit.errors import BatchError, PlanError, SnugfitError, UnsupportedError
 from snugfit.jobs import Job
 from snugfit.memory import tracing
-from snugfit.planning import explain, options, scale, ways_out
+from snugfit.memory.reports import MemoryReport
+from snugfit.planning import explain, options, ways_out
+from snugfit.planning.assembling import assembled
 from snugfit.planning.errands import Errand, errand
-from snugfit.planning.joint import ANY, BLOCKS, NONE, Choice, JointSearch, family_of
-from snugfit.planning.ladder import ACCUMULATION, CHECKPOINTING, CHOSEN, FULL_BATCH, MIXED_PRECISION, Candidate, Rung
+from snugfit.planning.joint import ANY, BLOCKS, NONE, Choice, JointSearch
+from snugfit.planning.ladder import ACCUMULATION, CHECKPOINTING, CHOSEN, FULL_BATCH, MIXED_PRECISION
+from snugfit.planning.learning import Learnt, family_of, kind_of
 from snugfit.planning.plan_report import PlanReport
-from snugfit.planning.traced_plans import TracedPlan, as_candidate, traced_plan, undominated
+from snugfit.planning.traced_plans import TracedPlan, traced_plan
 from snugfit.plans import Plan, Segment
 from snugfit.training import checkpointing, fingerprint
+
+_Aside: TypeAlias = tuple[Plan, dict[Plan, TracedPlan], Learnt]
+"What was begun aside found, traced and learnt."
+
+
+class _Middle(NamedTuple):
+    """A rung between the whole batch and the chosen plan."""
+
+    at_once: TracedPlan | None
+    "What is known of it while others are traced."
+    begun: Errand[_Aside] | None
+    "What will be known of it."
 
 
 class Search:
@@ -49,58 +64,95 @@ class Search:
         self.precisions = options.precisions(self.device, self.fixed)
         self.joint = JointSearch(job, self.device, self.first, self.fixed, self.model, self.budget_bytes)
         self.traced: dict[Plan, TracedPlan] = {}
-        self.begun: dict[Plan, Errand[list[TracedPlan]]] = {}
+        self.begun: list[Errand[_Aside]] = []
+        self.joined: dict[Errand[_Aside], Plan] = {}
 
     def run(self) -> PlanReport:
         """Climb the ladder, then choose among all plans."""
         try:
             return self._run()
         finally:
-            for begun in self.begun.values():
+            for begun in self.begun:
                 begun.give_up()
 
     def _run(self) -> PlanReport:
         plain = replace(self.first, precision=self.precisions[0].value)
         mixed = replace(self.first, precision=self.precisions[-1].value)
-        if mixed != plain:
-            self._begin([plain])
+        other = self._aside(lambda: self._exact(plain)) if mixed != plain else None
         whole = self._exact(mixed)
         if not whole.fits and whole.memory.static_bytes <= self.joint.allowed_bytes:
             self.joint.prepare(mixed, whole.memory.peak_reserved_bytes)
-        rungs = [(f"{FULL_BATCH}, {options.short(plain.precision)}", self._exact(plain))]
+        first = whole if other is None else self._joined(other)
+        rungs = {f"{FULL_BATCH}, {options.short(plain.precision)}": first}
         if mixed != plain:
-            rungs.append((MIXED_PRECISION, whole))
-        if all(traced.memory.static_bytes > self.joint.allowed_bytes for _, traced in rungs):
+            rungs[MIXED_PRECISION] = whole
+        if all(traced.memory.static_bytes > self.joint.allowed_bytes for traced in rungs.values()):
             raise self._hopeless(mixed)
-        if not rungs[-1][1].fits and "recompute" not in self.fixed:
-            rungs += self._middle_rungs(mixed)
-        elif not rungs[-1][1].fits and "micro_batch_size" not in self.fixed:
-            rungs.append((ACCUMULATION, self._by_itself(mixed, ANY)))
-        chosen, choice = self._choose([mixed, plain] if mixed != plain else [mixed], rungs)
-        if all(traced.plan != chosen.plan for _, traced in rungs):
-            rungs.append((CHOSEN, chosen))
-        return self._report(chosen, choice, rungs)
+        middle = {} if whole.fits else self._middle_rungs(mixed)
+        known = [*rungs.values(), *(rung.at_once for rung in middle.values() if rung.at_once is not None)]
+        chosen, choice = self._choose([mixed, plain] if mixed != plain else [mixed], known, middle)
+        rungs |= {name: self._settled(rung) for name, rung in middle.items()}
+        fitting = [traced for traced in rungs.values() if traced.fits and traced.step_time_s < chosen.step_time_s]
+        if fitting:
+            chosen, choice = min(fitting, key=lambda traced: traced.step_time_s), None
+        if all(traced.plan != chosen.plan for traced in rungs.values()):
+            rungs[CHOSEN] = chosen
+        return assembled(self.joint, self.traced, chosen, choice, rungs, self.precisions[-1])
 
-    def _middle_rungs(self, mixed: Plan) -> list[tuple[str, TracedPlan]]:
-        """Accumulation by itself, then with every block recomputed."""
-        wanted = []
-        if "micro_batch_size" not in self.fixed and mixed.samples_per_rank > 1:
-            wanted.append((ACCUMULATION, NONE))
-        if self.joint.names:
-            wanted.append((CHECKPOINTING, BLOCKS))
-        first = [self.joint.best(mixed, recompute) for _, recompute in wanted[1:]]
-        self._begin([choice.plan for choice in first if choice is not None])
-        return [(name, self._by_itself(mixed, recompute)) for name, recompute in wanted]
+    def _middle_rungs(self, mixed: Plan) -> dict[str, "_Middle"]:
+        """Accumulation by itself, then with every block recomputed, which is found out while others are traced."""
+        rungs: dict[str, _Middle] = {}
+        can_accumulate = "micro_batch_size" not in self.fixed and mixed.samples_per_rank > 1
+        blocks = None
+        if "recompute" not in self.fixed and self.joint.names:
+            blocks = self._aside(lambda: self._by_itself(mixed, BLOCKS))
+        if can_accumulate:
+            alone = NONE if "recompute" not in self.fixed else ANY
+            found = self._by_itself(mixed, alone, at_once=True)
+            larger = self._aside(lambda: self._larger(found, mixed, alone)) if self._has_room(found) else None
+            rungs[ACCUMULATION] = _Middle(found, larger)
+        if blocks is not None:
+            rungs[CHECKPOINTING] = _Middle(None, blocks)
+        return rungs
 
-    def _begin(self, plans: Iterable[Plan]) -> None:
-        """Let plans be traced that will be asked for, while something else is done."""
-        wanted = [plan for plan in plans if plan not in self.traced]
-        if wanted:
-            begun = errand(lambda: [self._trace(plan) for plan in wanted])
-            self.begun.update(dict.fromkeys(wanted, begun))
+    def _settled(self, rung: "_Middle") -> TracedPlan:
+        """A rung when all that was begun for it is over."""
+        if rung.begun is None:
+            assert rung.at_once is not None, "a rung is known or on its way"
+            return rung.at_once
+        return self._joined(rung.begun)
 
-    def _by_itself(self, like: Plan, recompute: str) -> TracedPlan:
-        """The fastest plan of a family that fits by its own trace; the one that needs least if none does."""
+    def _aside(self, work: Callable[[], TracedPlan]) -> Errand[_Aside]:
+        """Begin to trace plans while others are traced; what is learnt from those meanwhile makes no difference."""
+        learnt = self.joint.learnt.copy()
+
+        def run() -> _Aside:
+            known = set(self.traced)
+            with self.joint.knowing(learnt):
+                found = work()
+            return found.plan, {plan: one for plan, one in self.traced.items() if plan not in known}, learnt
+
+        self.begun.append(errand(run))
+        return self.begun[-1]
+
+    def _joined(self, begun: Errand[_Aside]) -> TracedPlan:
+        """What was begun aside, with all that it traced and learnt."""
+        if begun not in self.joined:
+            plan, traced, learnt = begun.result()
+            self.traced = {**traced, **self.traced}
+            self.joint.learnt.add(learnt)
+            self.joined[begun] = plan
+            self._forget_traces()
+        return self.traced[self.joined[begun]]
+
+    def _by_itself(self, like: Plan, recompute: str, *, at_once: bool = False) -> TracedPlan:
+        """The fastest plan of a family that fits by its own trace; the one that needs least if none does.
+
+        Args:
+            like: A plan of the family.
+            recompute: What may be.
+            at_once: The first one that fits will do, also where it leaves room.
+        """
         self.progress("units of the model")
         found: TracedPlan | None = None
         for _ in range(_MOST_OF_A_RUNG):
@@ -112,7 +164,7 @@ class Search:
                 continue
             self._learn(choice, traced)
             if traced.fits:
-                found = self._larger(traced, like, recompute)
+                found = traced if at_once else self._larger(traced, like, recompute)
                 break
         while found is None:
             found = self._attempt(self.joint.smallest(like, recompute))
@@ -122,23 +174,32 @@ class Search:
         """A plan with larger micro-batches than one that leaves room, if there is one that fits as well."""
         if not self._has_room(found):
             return found
-        with self.joint.hoping():
-            choice = self.joint.best(like, recompute)
-        if choice is None or choice.plan.micro_batch_size <= found.plan.micro_batch_size:
-            return found
-        traced = self._attempt(choice)
-        is_as_fast = traced is not None and traced.fits and traced.step_time_s <= found.step_time_s * _AS_FAST
-        return traced if traced is not None and is_as_fast else found
+        own = self.joint.learnt.of(kind_of(found.plan, found.plan.recompute))
+        for learnt in (own, Learnt()):  # the fragments of one plan need not be those of a larger one
+            with self.joint.knowing(learnt):
+                choice = self.joint.best(like, recompute)
+            if choice is None or choice.plan in self.traced:
+                continue
+            if choice.plan.micro_batch_size > found.plan.micro_batch_size:
+                traced = self._attempt(choice)
+                is_as_fast = traced is not None and traced.fits and traced.step_time_s <= found.step_time_s * _AS_FAST
+                return traced if traced is not None and is_as_fast else found
+        return found
 
     def _choose(
-        self, families: Sequence[Plan], rungs: Sequence[tuple[str, TracedPlan]]
+        self, families: Sequence[Plan], known: Sequence[TracedPlan], middle: Mapping[str, "_Middle"]
     ) -> tuple[TracedPlan, Choice | None]:
         """The fastest plan that fits by its own trace.
+
+        Args:
+            families: A plan of each.
+            known: What was traced so far.
+            middle: Rungs that may be on their way still; they are waited for if nothing else fits.
 
         Raises:
             InfeasibleError: None does.
         """
-        fitting = [traced for _, traced in rungs if traced.fits]
+        fitting = [traced for traced in known if traced.fits]
         best = min(fitting, key=lambda traced: traced.step_time_s, default=None)
         chosen: Choice | None = None
         if best is not None and best.plan.accumulation_steps == 1 and not best.plan.recompute:
@@ -156,6 +217,9 @@ class Search:
                 best, chosen = self._larger(traced, replace(choice.plan, recompute=self.first.recompute), ANY), choice
             if better and not self._has_room(traced):
                 break
+        if best is None:
+            settled = [traced for traced in map(self._settled, middle.values()) if traced.fits]
+            best = min(settled, key=lambda traced: traced.step_time_s, default=None)
         best = best or self._without_units(families[0])
         if best is None:
             raise self._infeasible(families)
@@ -227,13 +291,12 @@ class Search:
 
     def _learn(self, choice: Choice, traced: TracedPlan) -> None:
         """Remember by how much the chain's prediction was off: fragments, runs, what the host takes."""
-        kind = choice.kind.family, choice.kind.is_recomputed
-        self.joint.pace[kind] = self.joint.pace.get(kind, 1.0) * traced.step_time_s / choice.step_time_s
-        beyond = traced.memory.peak_reserved_bytes - choice.allocated_bytes
-        known = self.joint.surplus.get(choice.kind, 0)
-        if not traced.fits:  # never twice the same room
-            beyond = max(beyond, known + (traced.memory.needed_bytes - self.budget_bytes))
-        self.joint.surplus[choice.kind] = beyond
+        self.joint.learnt.learn(
+            choice.kind,
+            beyond_bytes=traced.memory.peak_reserved_bytes - choice.allocated_bytes,
+            over_bytes=traced.memory.needed_bytes - self.budget_bytes,
+            pace=traced.step_time_s / choice.step_time_s,
+        )
 
     def _has_room(self, traced: TracedPlan) -> bool:
         """Whether a plan that fits leaves room that could make it faster."""
@@ -244,19 +307,22 @@ class Search:
 
     def _exact(self, plan: Plan) -> TracedPlan:
         """A plan traced as it is."""
-        begun = self.begun.pop(plan, None)
-        if begun is not None:
-            for traced in begun.result():
-                self.traced[traced.plan] = traced
-                self.begun.pop(traced.plan, None)
         if plan not in self.traced:
             self.progress(f"trace: {options.short(plan.precision)}, micro-batch {plan.micro_batch_size}")
             self.traced[plan] = self._trace(plan)
+        self._forget_traces()
+        return self.traced[plan]
+
+    def _forget_traces(self) -> None:
+        """Traces are large: those of the fastest plans that fit are kept, one of which is chosen."""
         fitting = sorted((one for one in self.traced.values() if one.fits), key=lambda one: one.step_time_s)
         for known, one in self.traced.items():
             if one.trace is not None and all(one is not kept for kept in fitting[:_TRACES_KEPT]):
                 self.traced[known] = replace(one, trace=None)
-        return self.traced[plan]
+
+    def memory_of(self, plan: Plan) -> MemoryReport:
+        """What a plan needs by its own trace."""
+        return self._exact(plan).memory
 
     def _trace(self, plan: Plan) -> TracedPlan:
         return traced_plan(self.job, plan, self.device, self.budget_bytes)
@@ -291,86 +357,6 @@ class Search:
         )
         return explain.infeasible(smallest.plan, smallest.memory, self.budget_bytes, self.device, ways)
 
-    def _report(self, chosen: TracedPlan, choice: Choice | None, rungs: list[tuple[str, TracedPlan]]) -> PlanReport:
-        first = rungs[0][1]
-        ladder = tuple(
-            Rung(
-                name=name,
-                plan=traced.plan,
-                memory=traced.memory,
-                fits=traced.fits,
-                step_time_s=traced.step_time_s,
-                relative_time=traced.step_time_s / first.step_time_s,
-                samples_per_s=traced.plan.batch_size / traced.step_time_s,
-                flops=traced.flops,
-                pays_with=explain.pays_with(traced.plan, traced.flops, first.plan, first.flops),
-            )
-            for name, traced in rungs
-        )
-        reasons = explain.reasons(
-            chosen.plan,
-            chosen.memory,
-            self.fixed,
-            self.budget_bytes,
-            self.precisions[-1],
-            self.model,
-            self.joint if choice is not None else None,
-            {plan: traced.memory for plan, traced in self.traced.items()},
-        )
-        return PlanReport(
-            plan=chosen.plan,
-            runner_up=self._runner_up(chosen),
-            ladder=ladder,
-            frontier=self._frontier(chosen),
-            contenders=self._contenders(chosen),
-            reasons=reasons,
-            memory=chosen.memory,
-            step_time_s=chosen.step_time_s,
-            budget_bytes=self.budget_bytes,
-            notes=explain.notes(ladder, chosen.plan, self.device, self.model),
-            advice=scale.advice(
-                chosen.plan, chosen.memory, self.device, self.model, max_grad_norm=self.job.max_grad_norm
-            ),
-            trace=self.traced[chosen.plan].trace,
-        )
-
-    def _runner_up(self, chosen: TracedPlan) -> Plan | None:
-        others = [
-            traced
-            for traced in self.traced.values()
-            if traced.fits and (traced.plan.precision, traced.plan.recompute) != _kind(chosen.plan)
-        ]
-        return min(others, key=lambda traced: traced.step_time_s).plan if others else None
-
-    def _contenders(self, chosen: TracedPlan) -> tuple[Candidate, ...]:
-        """The plans worth trying out: those that were traced, and the choices at other sizes."""
-        found = {traced.plan: as_candidate(traced) for traced in self.traced.values() if traced.fits}
-        for choice in self.joint.contenders.values():
-            if choice.plan not in self.traced and self.joint.needed_bytes(choice) <= self.budget_bytes:
-                found[choice.plan] = self._candidate(choice)
-        return tuple(sorted(found.values(), key=lambda one: (one.plan != chosen.plan, one.step_time_s)))
-
-    def _candidate(self, choice: Choice) -> Candidate:
-        needed = self.joint.needed_bytes(choice)
-        return Candidate(
-            plan=choice.plan,
-            needed_bytes=needed,
-            peak_allocated_bytes=choice.allocated_bytes,
-            fits=needed <= self.budget_bytes,
-            step_time_s=choice.step_time_s,
-        )
-
-    def _frontier(self, chosen: TracedPlan) -> tuple[Candidate, ...]:
-        """What the chains say of other budgets, and every plan that was traced."""
-        found = [as_candidate(traced) for traced in self.traced.values()]
-        if family_of(chosen.plan) in self.joint.known_families:
-            for choice in self.joint.frontier(chosen.plan, _FRONTIER_SIZES):
-                candidate = self._candidate(choice)
-                is_untried = candidate.fits and candidate.step_time_s < chosen.step_time_s
-                if choice.plan not in self.traced and not is_untried:
-                    found.append(candidate)
-        return undominated(found, chosen.plan)
-
 
 _MOST_TRACES = 8
 "Choices that are traced before the search is content with what fits."
@@ -383,9 +369,3 @@ _TRACES_KEPT = 3
 "Of the fastest plans that fit, one of which is chosen."
 _MUCH = 0.04
 "Share of the budget that is worth another trace."
-_FRONTIER_SIZES = 6
-"Micro-batch sizes of a frontier."
-
-
-def _kind(plan: Plan) -> tuple[Any, ...]:
-    return plan.precision, plan.recompute

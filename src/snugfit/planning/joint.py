@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -21,6 +21,7 @@ from snugfit.memory.reports import margin_bytes
 from snugfit.planning import nested, options, probing, solver, units
 from snugfit.planning.chain import NOTHING, Solution, Span
 from snugfit.planning.families import Chain, Family
+from snugfit.planning.learning import Kind, Learnt, family_of, kind_of
 from snugfit.planning.scaling import NotAffineError
 from snugfit.planning.variants import Heads, Updates
 from snugfit.plans import Plan
@@ -50,27 +51,9 @@ class Choice:
     spans: tuple[Span, ...]
 
     @property
-    def kind(self) -> "Kind":
+    def kind(self) -> Kind:
         """See ``Kind``."""
         return kind_of(self.plan, self.plan.recompute)
-
-
-def family_of(plan: Plan) -> str:
-    """The family of a plan: what needs a probe of its own."""
-    return f"{plan.precision} {plan.sync}"
-
-
-class Kind(NamedTuple):
-    """What plans have in common whose prediction is off by about the same: fragments are as large as tensors are."""
-
-    family: str
-    micro_batch_size: int
-    is_recomputed: bool
-
-
-def kind_of(plan: Plan, recomputed: Sequence[object]) -> Kind:
-    """The kind of a plan, if something is recomputed or nothing is."""
-    return Kind(family_of(plan), plan.micro_batch_size, bool(recomputed))
 
 
 class JointSearch:
@@ -90,14 +73,9 @@ class JointSearch:
     ) -> None:
         self.job, self.device, self.first, self.fixed, self.model = job, device, first, fixed, model
         self.names = () if "recompute" in fixed else units.named(model)
-        self.allowed_bytes = allowed_bytes(budget_bytes, device)
+        self.budget_bytes, self.allowed_bytes = budget_bytes, allowed_bytes(budget_bytes, device)
         self.runs = True
-        self.surplus: dict[Kind, int] = {}
-        "What a traced plan of a kind reserved beyond what its chain predicted."
-        self.pace: dict[tuple[str, bool], float] = {}
-        "What a traced plan took, over what its chain predicted, by family and whether anything is recomputed."
-        self.expected: dict[str, int] = {}
-        "By family, what is expected of kinds of which none was traced."
+        self.learnt = Learnt()
         self.updates = Updates(job, device)
         share = first.samples_per_rank
         given = "micro_batch_size" in fixed
@@ -124,16 +102,16 @@ class JointSearch:
         except SnugfitError:
             return
         beyond = 1 - chain.needed_bytes(chain.all_by(NOTHING)) / reserved_bytes
-        self.expected[family_of(whole)] = max(round(beyond * self.allowed_bytes), 0)
+        self.learnt.expected[family_of(whole)] = max(round(beyond * self.allowed_bytes), 0)
 
     @contextmanager
-    def hoping(self) -> Iterator[None]:
-        """Take plans to reserve what their chains predict: the fragments of one need not be those of another."""
-        learnt, self.surplus, self.expected = (self.surplus, self.expected), {}, {}
+    def knowing(self, learnt: Learnt) -> Iterator[None]:
+        """Search with what was learnt elsewhere."""
+        outer, self.learnt = self.learnt, learnt
         try:
             yield
         finally:
-            self.surplus, self.expected = learnt
+            self.learnt = outer
 
     def best(self, like: Plan, recompute: str = ANY) -> Choice | None:
         """The fastest choice of a family that is predicted to fit; None if there is none.
@@ -239,7 +217,7 @@ class JointSearch:
     def choice(self, plan: Plan, chain: Chain, spans: tuple[Span, ...], extra_ns: int) -> Choice:
         """A way to run a chain as a choice."""
         segments = self._family(plan).segments(chain, spans) if self.names else plan.recompute
-        pace = self.pace.get((family_of(plan), bool(segments)), 1.0)
+        pace = self.learnt.pace_of(kind_of(plan, segments))
         return Choice(
             plan=replace(plan, recompute=segments),
             step_time_s=pace * self._seconds(plan, chain, extra_ns),
@@ -257,7 +235,7 @@ class JointSearch:
 
     def needed_bytes(self, choice: Choice) -> int:
         """What a budget must hold for a choice, as far as its chain and what its family taught say."""
-        reserved = choice.allocated_bytes + self._beyond(choice.kind)
+        reserved = choice.allocated_bytes + self.learnt.beyond(choice.kind)
         return reserved + self.device.context_bytes + margin_bytes(reserved, self.device.name)
 
     def least_needed(self, plan: Plan) -> int:
@@ -307,10 +285,7 @@ class JointSearch:
 
     def _room(self, plan: Plan, recomputed: Sequence[object]) -> int:
         """Bytes that the chain of a plan may need, if something is recomputed or nothing is."""
-        return self.allowed_bytes - self._beyond(kind_of(plan, recomputed))
-
-    def _beyond(self, kind: Kind) -> int:
-        return self.surplus.get(kind, self.expected.get(kind.family, 0))
+        return self.allowed_bytes - self.learnt.beyond(kind_of(plan, recomputed))
 
     def _seconds(self, plan: Plan, chain: Chain, extra_ns: int) -> float:
         rounds = plan.samples_per_rank / plan.micro_batch_size

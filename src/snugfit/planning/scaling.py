@@ -20,6 +20,7 @@ from snugfit.memory.events import Birth, Recording, Work
 from snugfit.memory.steps import leftovers
 from snugfit.memory.traces import Trace
 from snugfit.memory.tracing import record_job
+from snugfit.planning.errands import errand
 from snugfit.plans import Plan
 
 
@@ -69,13 +70,17 @@ class ScaledTrace:
         Raises:
             NotAffineError: The operations depend on the micro-batch size.
         """
+        begun = None
+        if sizes[0] != sizes[1]:
+            smaller = replace(plan, micro_batch_size=sizes[1])
+            begun = errand(lambda: record_job(job, smaller, device, windows=((0,),)))
         base = record_job(job, replace(plan, micro_batch_size=sizes[0]), device, windows=windows)
         steps = _micro_steps(base.recording)
-        if sizes[0] == sizes[1]:
+        if begun is None:
             return cls(
                 base, sizes[0], (0.0,) * len(base.recording.births), ((0.0, 0.0),) * len(base.recording.work), steps
             )
-        other = record_job(job, replace(plan, micro_batch_size=sizes[1]), device, windows=((0,),))
+        other = begun.result()
         reference = _micro_steps(other.recording)[0]
         birth_slopes = [0.0] * len(base.recording.births)
         work_slopes = [(0.0, 0.0)] * len(base.recording.work)

@@ -6,6 +6,7 @@ that code branches as on CUDA. What ``.item()`` and its like return is ``reading
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MethodWrapperType
 from typing import Any
 from unittest import mock
 
@@ -86,6 +87,8 @@ class Placement(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run a function of torch with "cuda" read as the traced device."""
+        if type(func) is MethodWrapperType and func not in self._answers:  # an attribute: it names no device
+            return func(*args)
         kwargs = kwargs or {}
         func = self._originals.get(func, func)
         self._outside += 1

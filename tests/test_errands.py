@@ -1,0 +1,58 @@
+import os
+import threading
+
+import pytest
+
+from snugfit.planning import errands
+
+CAN_FORK = errands._is_possible()
+
+
+def test_what_an_errand_brings_is_what_the_call_gives_here():
+    assert errands.errand(lambda: [1, "two"]).result() == [1, "two"]
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="no second core, or threads in this process")
+def test_an_errand_runs_in_another_process_and_changes_nothing_here():
+    changed = []
+    errand = errands.errand(lambda: (changed.append(1), os.getpid())[1])
+    assert errand.result() != os.getpid()
+    assert changed == []
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="no second core, or threads in this process")
+def test_work_whose_copy_dies_is_done_here():
+    here = os.getpid()
+
+    def work():
+        if os.getpid() != here:
+            os._exit(9)
+        return "done here"
+
+    assert errands.errand(work).result() == "done here"
+
+
+def test_an_error_of_the_work_is_raised_where_its_result_is_asked_for():
+    def work():
+        raise ValueError("no such plan")
+
+    errand = errands.errand(work)
+    with pytest.raises(ValueError, match="no such plan"):
+        errand.result()
+
+
+def test_a_process_with_threads_is_not_copied():
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait)
+    thread.start()
+    try:
+        assert errands.errand(os.getpid).result() == os.getpid()
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_what_was_given_up_is_given_up_once():
+    errand = errands.errand(lambda: 1)
+    errand.give_up()
+    errand.give_up()
