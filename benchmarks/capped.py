@@ -35,7 +35,7 @@ from snugfit.memory import tracing
 from snugfit.memory.measuring import measure
 from snugfit.planning import solver
 from snugfit.planning.choosing import Search
-from snugfit.planning.joint import family_of
+from snugfit.planning.learning import family_of
 from snugfit.planning.plan_report import PlanReport
 from snugfit.targets import load_target
 

@@ -7,6 +7,7 @@ measures here, which knows nothing of these models. CPU-measured; exit status 1 
 """
 
 import argparse
+import functools
 import platform
 import statistics
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import snugfit
 from snugfit import Job, Plan, Segment, sizes
@@ -28,6 +30,8 @@ from snugfit.training import checkpointing
 WIDTH, LAYERS, HEADS, CONTEXT, VOCABULARY, BATCH = 192, 24, 4, 128, 256, 8
 PEAK_LIMIT, TIME_LIMIT = 0.01, 0.05
 LOSS_LIMIT, GRADIENT_LIMIT, GRADIENT_LIMIT_64 = 1e-6, 1e-7, 1e-12
+
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Attention(nn.Module):
@@ -171,59 +175,105 @@ def table(rounds: int, *, quick: bool) -> tuple[list[str], bool, float]:
     return lines, held, statistics.median(same)
 
 
+def overhead(rounds: int) -> tuple[float, float]:
+    """Milliseconds more that a block of four tokens takes when it is recomputed, by us and by torch."""
+    models = {name: nn.Sequential(*(Block() for _ in range(12))) for name in ("plain", "ours", "torch's")}
+    checkpointing.apply(models["ours"], checkpointing.blocks(models["ours"]))
+    for block in models["torch's"]:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    times: dict[str, list[float]] = defaultdict(list)
+    x = torch.randn(1, 4, WIDTH)
+    for _ in range(rounds):
+        for name, model in models.items():
+            start = time.thread_time()
+            model(x).sum().backward()
+            times[name].append((time.thread_time() - start) / len(model) * 1e3)
+    quiet = {name: statistics.quantiles(found, n=10)[0] for name, found in times.items()}
+    return quiet["ours"] - quiet["plain"], quiet["torch's"] - quiet["plain"]
+
+
+class Head:
+    """A last layer and labels, and what losses of it give.
+
+    Args:
+        spread: Standard deviation of the weights.
+    """
+
+    def __init__(self, rows: int, features: int, classes: int, spread: float) -> None:
+        torch.manual_seed(0)
+        self.hidden, self.weight = torch.randn(rows, features), torch.randn(classes, features) * spread
+        self.labels = torch.randint(classes, (rows,))
+        self.labels[::7] = -100
+
+    def plain(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, weight), self.labels)
+
+    def in_chunks(self, chunks: int) -> Loss:
+        return lambda hidden, weight: snugfit.chunked_cross_entropy(hidden, weight, self.labels, chunks=chunks)
+
+    def results(self, loss: Loss, dtype: torch.dtype) -> list[Tensor]:
+        """The loss and both gradients."""
+        given = [one.to(dtype).clone().requires_grad_() for one in (self.hidden, self.weight)]
+        value = loss(*given)
+        return [value.detach().double(), *(one.double() for one in torch.autograd.grad(value, given))]
+
+    def of_fp32_logits(self) -> list[Tensor]:
+        """The same in float64 from logits that were rounded to float32: no float32 loss can know better."""
+        logits = F.linear(self.hidden, self.weight).double().requires_grad_()
+        value = F.cross_entropy(logits, self.labels)
+        slope = torch.autograd.grad(value, logits)[0]
+        return [value.detach(), slope @ self.weight.double(), slope.t() @ self.hidden.double()]
+
+    def part_of_peak(self, loss: Loss) -> int:
+        """What a traced step needs beside inputs and gradients."""
+        shapes = self.hidden.shape, self.weight.shape
+
+        def make_step() -> Callable[[], None]:
+            hidden, weight = torch.zeros(shapes[0], requires_grad=True), nn.Parameter(torch.zeros(shapes[1]))
+
+            def step() -> None:
+                hidden.grad = weight.grad = None
+                loss(hidden, weight).backward()
+
+            return step
+
+        fixed = 2 * 4 * (shapes[0].numel() + shapes[1].numel())
+        return snugfit.trace(make_step, "cpu").peak_allocated_bytes - fixed
+
+
+def apart(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """How far the gradients lie apart, relative to the norm of the right one; the farther of the two."""
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found[1:], right[1:], strict=True))
+
+
 def chunked(*, quick: bool) -> tuple[list[str], bool]:
     """The loss in chunks against the plain one: numbers, and the logits' part of the peak."""
     rows, features, classes = (512, 64, 4096) if quick else (2048, 128, 16384)
     lines = [
-        "| chunks | loss | gradients, fp32 (plain's own) | gradients, fp64 | logits' part of the peak | limit |",
-        "|---|---|---|---|---|---|",
+        "| logits | chunks | loss | gradients, fp32, from float64 | allowed | plain's from float64 | the two apart "
+        "| gradients, fp64 | logits' part of the peak | limit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     held = True
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(rows, features), torch.randn(classes, features) * 0.05
-    labels = torch.randint(classes, (rows,))
-    labels[::7] = -100
-
-    def plain(h: Tensor, w: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(h, w), labels)
-
-    def results(loss: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> list[Tensor]:
-        inputs = [one.to(dtype).clone().requires_grad_() for one in (hidden, weight)]
-        value = loss(*inputs)
-        return [value.detach().double(), *(one.double() for one in torch.autograd.grad(value, inputs))]
-
-    def distance(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-        return max(float((a - b).norm() / b.norm()) for a, b in zip(found[1:], right[1:], strict=True))
-
-    def part(loss: Callable[[Tensor, Tensor], Tensor]) -> int:
-        def make_step() -> Callable[[], None]:
-            h, w = torch.zeros(rows, features, requires_grad=True), nn.Parameter(torch.zeros(classes, features))
-
-            def step() -> None:
-                h.grad = w.grad = None
-                loss(h, w).backward()
-
-            return step
-
-        fixed = 2 * 4 * features * (rows + classes)
-        return snugfit.trace(make_step, "cpu").peak_allocated_bytes - fixed
-
-    exact, usual, whole = results(plain, torch.float64), results(plain, torch.float32), part(plain)
-    for chunks in (2, 8) if quick else (2, 4, 8, 16, 32):
-
-        def loss(h: Tensor, w: Tensor, chunks: int = chunks) -> Tensor:
-            return snugfit.chunked_cross_entropy(h, w, labels, chunks=chunks)
-
-        ours, ours_64, needed = results(loss, torch.float32), results(loss, torch.float64), part(loss)
-        limit = whole // chunks + 4 * rows * classes // chunks
-        off = float(abs(ours[0] - usual[0]))
-        lines.append(
-            f"| {chunks} | {off:.1e} | {distance(ours, exact):.1e} ({distance(usual, exact):.1e}) "
-            f"| {distance(ours_64, exact):.1e} | {sizes.text(needed)} of {sizes.text(whole)} | {sizes.text(limit)} |"
-        )
-        print(lines[-1], flush=True)
-        held = held and off <= LOSS_LIMIT and distance(ours_64, exact) <= GRADIENT_LIMIT_64 and needed <= limit
-        held = held and distance(ours, exact) <= distance(usual, exact) + GRADIENT_LIMIT
+    for spread in (0.05, 0.5):
+        head = Head(rows, features, classes, spread)
+        exact, usual = head.results(head.plain, torch.float64), head.results(head.plain, torch.float32)
+        rounding = apart(head.of_fp32_logits(), exact)
+        allowed = GRADIENT_LIMIT + (rounding if rounding > GRADIENT_LIMIT else 0)
+        whole = head.part_of_peak(head.plain)
+        for chunks in (2, 8) if quick else (2, 4, 8, 16, 32):
+            loss = head.in_chunks(chunks)
+            ours, ours_64 = head.results(loss, torch.float32), head.results(loss, torch.float64)
+            needed, limit = head.part_of_peak(loss), (whole + 4 * rows * classes) // chunks
+            off = float(abs(ours[0] - exact[0]))
+            lines.append(
+                f"| {spread * features**0.5:.1f} | {chunks} | {off:.1e} | {apart(ours, exact):.1e} | {allowed:.1e} "
+                f"| {apart(usual, exact):.1e} | {apart(ours, usual):.1e} | {apart(ours_64, exact):.1e} "
+                f"| {sizes.text(needed)} of {sizes.text(whole)} | {sizes.text(limit)} |"
+            )
+            print(lines[-1], flush=True)
+            held = held and off <= LOSS_LIMIT * max(1.0, float(exact[0])) and needed <= limit
+            held = held and apart(ours, exact) <= allowed and apart(ours_64, exact) <= GRADIENT_LIMIT_64
     return lines, held
 
 
@@ -233,9 +283,17 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few forms and small sizes")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/checkpointing.md")
     arguments = parser.parse_args()
+    if arguments.rounds < 2:
+        parser.error("--rounds must be at least 2, for the spread")
     torch.set_num_threads(1)
     lines, held, band = table(arguments.rounds, quick=arguments.quick)
     print(f"A/A band: {band:.1%}")
+    ours, theirs = overhead(50 if arguments.quick else 300)
+    beside = (
+        f"Where there is next to no work to repeat (4 tokens) a recomputed block takes {ours:.2f} ms more than a plain "
+        f"one, and {theirs:.2f} ms more under torch.utils.checkpoint, which repeats no numbers of Python and numpy."
+    )
+    print(beside)
     chunk_lines, chunks_held = chunked(quick=arguments.quick)
     if arguments.write:
         text = [
@@ -250,17 +308,23 @@ def main() -> int:
             f"Two engines of the plain step are {band:.1%} apart (median over the rounds): no measured time is better "
             "known than that.",
             "",
+            beside,
+            "",
             f"Targets: peaks within {PEAK_LIMIT:.0%}, extra time within {TIME_LIMIT * 100:.0f} percentage points: "
             + ("met." if held else "missed."),
             "",
             "## The loss in chunks",
             "",
-            "Errors relative to the norm; float64 gradients of the plain loss are the truth. Peaks from the trace.",
+            "*logits* is their standard deviation. Distances of gradients are relative to the norm, the farther one of "
+            "the two; the plain loss in float64 is the truth. *Allowed* is 1e-7 where the logits let it be, and 1e-7 "
+            "more than what the rounding of the logits to float32 does by itself where that is larger: those "
+            "gradients are the best that any loss in float32 can give. Peaks from the trace.",
             "",
             *chunk_lines,
             "",
-            "Targets: loss to 1e-6, float64 gradients to 1e-12, the logits' part at most 1/chunks of the plain one's "
-            "and one chunk: " + ("met." if chunks_held else "missed."),
+            "Targets: loss to 1e-6 (of itself where it is above 1), fp32 gradients as allowed, float64 gradients to "
+            "1e-12, the logits' part at most 1/chunks of the plain one's and one chunk: "
+            + ("met." if chunks_held else "missed."),
             "",
         ]
         Path(__file__).with_name("results").joinpath("checkpointing.md").write_text("\n".join(text), encoding="utf-8")

@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 
-from snugfit.planning.chain import NOTHING, Option, Span, Unit
+from snugfit.planning.chain import NOTHING, KeptInRun, Option, Span, Unit
 
 
 def random_chain(seed, *, units=6, options=3, most=40, borders=0.8):
@@ -35,6 +35,11 @@ def random_chain(seed, *, units=6, options=3, most=40, borders=0.8):
             forward_ns=forward_ns,
             joins_next=draw.random() < borders,
             tail_ns=draw.randrange(forward_ns),
+            in_runs=tuple(
+                KeptInRun(policy, draw.randrange(most), draw.randrange(most), draw.randrange(most))
+                for policy in ("some", "more")
+                if draw.random() < borders
+            ),
         )
 
     return tuple(unit() for _ in range(units))
@@ -62,6 +67,9 @@ def simulate(units, spans, floor_bytes=0):
     def option_of(span):
         return next(one for one in units[span.first].options if one.name == span.option)
 
+    def result_of(span, k):
+        return next(way for way in units[k].in_runs if way.policy == span.policy)
+
     def note(size):
         nonlocal peak
         peak = max(peak, sum(held) + size)
@@ -74,21 +82,30 @@ def simulate(units, spans, floor_bytes=0):
             return
         note(statics[span.first] + unit.plain.forward_bytes)
         held.append(unit.input_bytes)
-        for k in range(span.first + 1, span.last + 1):
-            note(statics[k] + units[k].plain.forward_bytes)
+        for k in range(span.first, span.last + 1):
+            if k > span.first:
+                note(statics[k] + units[k].plain.forward_bytes)
+            if span.policy:
+                held.append(result_of(span, k).kept_bytes)
 
     def backward(span):
         nonlocal extra
+        results = [held.pop() for _ in range(span.first, span.last + 1) if span.policy]
         held.pop()
         if span.option is not None:
             note(units[span.first].backward_static_bytes + option_of(span).backward_bytes)
             extra += option_of(span).extra_ns
             return
         inner = span.inner or [Span(k, k, NOTHING) for k in range(span.first, span.last + 1)]
-        statics = [units[span.last].backward_static_bytes + unit.input_bytes for unit in units]
-        for part in inner:
-            forward(part, statics)
-        extra += sum(unit.forward_ns for unit in units[span.first : span.last + 1]) - units[span.last].tail_ns
+        for part in inner:  # what is kept of the parts that are still to be repeated is there, this one's included
+            more = sum(results)
+            forward(part, [units[span.last].backward_static_bytes + unit.input_bytes + more for unit in units])
+            results = results[:-1]
+        if span.policy:
+            extra += sum(result_of(span, k).again_ns for k in range(span.first, span.last))
+            extra += result_of(span, span.last).last_ns
+        else:
+            extra += sum(unit.forward_ns for unit in units[span.first : span.last + 1]) - units[span.last].tail_ns
         for part in reversed(inner):
             backward(part)
 
@@ -99,13 +116,16 @@ def simulate(units, spans, floor_bytes=0):
     return peak, extra
 
 
-def steps_from(units, first, *, runs=True):
+def steps_from(units, first, *, runs=True, policies=True):
     """Every span that can begin with a unit."""
     yield from (Span(first, first, option.name) for option in units[first].options)
-    last = first
-    while runs and units[last].joins_next and last + 1 < len(units):
-        last += 1
-        yield Span(first, last)
+    for policy in (None, *(way.policy for way in units[first].in_runs if policies)):
+        last = first
+        while runs and units[last].joins_next and last + 1 < len(units):
+            last += 1
+            if policy and all(way.policy != policy for way in units[last].in_runs):
+                break
+            yield Span(first, last, policy=policy)
 
 
 def every_plan(units, first=0, *, runs=True):
@@ -122,7 +142,7 @@ def every_nested_plan(units, first=0, last=None):
     if first == end:
         yield ()
         return
-    for span in steps_from(units, first):
+    for span in steps_from(units, first, policies=False):
         if span.last >= end or (span.option is None and last is not None and span.last == last):
             continue
         ways = [span] if span.option else [Span(first, span.last, None, inner) for inner in _inner(units, span)]
@@ -140,7 +160,7 @@ def outcomes(units):
     for first in range(len(units)):
         for span in steps_from(units, first):
             peak, extra = simulate(units, [span])
-            own = next((o.kept_bytes for o in units[first].options if o.name == span.option), units[first].input_bytes)
+            own = kept_by(units, span)
             after = span.last + 1
             for table, values in (
                 (kept, kept[first] + own),
@@ -149,6 +169,16 @@ def outcomes(units):
             ):
                 table[after] = np.concatenate([table.get(after, values[:0]), values])
     return peaks[len(units)], extras[len(units)]
+
+
+def kept_by(units, span):
+    """What a span keeps alive until its backward."""
+    first, *_ = inside = units[span.first : span.last + 1]
+    if span.option:
+        return next(option.kept_bytes for option in first.options if option.name == span.option)
+    return first.input_bytes + sum(
+        way.kept_bytes for unit in inside for way in unit.in_runs if span.policy and way.policy == span.policy
+    )
 
 
 def pareto(pairs):
@@ -180,8 +210,7 @@ def _solved(units, *, budget_bytes=None, extra_ns=None):
     for k, (span, (peak, _)) in enumerate(zip(spans, prices, strict=True)):
         path[span.first : span.last + 1, k] = 1
         need[span.first, k] += peak
-        own = next((o.kept_bytes for o in units[span.first].options if o.name == span.option), None)
-        need[span.last + 1 :, k] += units[span.first].input_bytes if own is None else own
+        need[span.last + 1 :, k] += kept_by(units, span)
     need[:, -1] = -1  # the last variable is the budget
     times = np.array([*(extra for _, extra in prices), 0])
     budget = np.eye(len(spans) + 1)[-1]

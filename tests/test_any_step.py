@@ -468,24 +468,6 @@ def test_generators_seeds_and_old_amp_names_work():
     assert report.at("backward end")["gradient"] == 2 * 512
 
 
-def test_compiled_code_is_traced_as_it_is_written_and_the_report_says_so():
-    def make_step(compiled):
-        def make():
-            model = nn.Sequential(nn.Linear(64, 64), nn.GELU()).cuda()
-            run = torch.compile(model) if compiled else model
-            if compiled:
-                model[0].compile()
-            x = torch.zeros(8, 64, device="cuda")
-            return lambda: run(x).sum().backward()
-
-        return make
-
-    plain, compiled = (snugfit.trace(make_step(flag), CARD) for flag in (False, True))
-    assert plain.peak_allocated_bytes == compiled.peak_allocated_bytes
-    assert compilation.EAGER in compiled.assumptions
-    assert compilation.EAGER not in plain.assumptions
-
-
 def test_a_function_compiled_before_the_trace_runs_eagerly_too():
     @torch.compile
     def activated(x):

@@ -17,7 +17,12 @@ ROOMS = {
     "integrations": {"training", "memory", "planning", "integrations"},
 }
 APART = {"splitting", "counting", "precision", "checkpointing", "norms"}
-PRIVATE_TORCH = {"training/torch_private.py", "memory/torch_private.py", "memory/fake_mode.py"}
+PRIVATE_TORCH = {
+    "training/torch_private.py",
+    "memory/torch_private.py",
+    "memory/torch_compiler.py",
+    "memory/fake_mode.py",
+}
 MAX_LINES = 400
 
 

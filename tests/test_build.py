@@ -51,6 +51,15 @@ def test_the_optimizer_is_made_after_recomputation_is_applied_and_over_the_model
     assert seen == [(True, "meta")]
 
 
+@pytest.mark.parametrize("model", [LinearStack, LinearStack()], ids=["a function", "a module"])
+def test_an_optimizer_that_was_there_before_is_refused_with_the_line_to_write(model):
+    there = adamw(model if isinstance(model, torch.nn.Module) else model())
+    job = make_job(model=model, optimizer=lambda model: there)
+    with pytest.raises(PlanError, match="does not hold the model's parameters") as caught:
+        tracing.estimate(job, Plan(batch_size=4, micro_batch_size=2), "cpu")
+    assert "lambda model: AdamW(model.parameters()" in caught.value.hint
+
+
 def test_several_optimizers_get_their_schedulers_as_a_sequence():
     def optimizers(model):
         return [torch.optim.SGD(layer.parameters(), lr=0.1 * (i + 1)) for i, layer in enumerate(model.layers)]

@@ -72,13 +72,43 @@ class PythonNoise(nn.Module):
 
 
 def test_a_recomputed_module_that_draws_from_python_is_found():
+    def noisy():
+        return nn.Sequential(PythonNoise(), nn.Linear(WIDTH, WIDTH))
+
+    report = check(*regression(lambda: Checkpointed(noisy)), "cpu")
+    assert ("random-numbers-not-replayed", "block") in [(h.kind, h.module) for h in report.hazards]
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_numbers_of_python_and_numpy_that_a_segment_repeats_are_no_hazard(draw):
+    class Drawing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return (self.inner(x) * (1 + draw())).sin()
+
     class Model(LinearStack):
         def __init__(self):
             super().__init__()
-            self.layers[1] = nn.Sequential(PythonNoise(), nn.Linear(WIDTH, WIDTH))
+            self.layers[1] = Drawing()
 
     report = check(*regression(Model, recompute=(Segment("layers.1"),)), "cpu")
-    assert ("random-numbers-not-replayed", "layers.1") in [(h.kind, h.module) for h in report.hazards]
+    assert not [hazard for hazard in report.hazards if hazard.kind == "random-numbers-not-replayed"]
+    assert report.recompute_error == 0
+
+
+def test_a_segment_that_draws_from_a_generator_of_numpy_of_its_own_is_found():
+    class Model(LinearStack):
+        def __init__(self):
+            super().__init__()
+            self.layers[1] = NumpyDropout()
+
+    report = check(*regression(Model, recompute=(Segment("layers.1"),)), "cpu")
+    (found,) = [hazard for hazard in report.hazards if hazard.kind == "random-numbers-not-replayed"]
+    assert found.module == "layers.1"
+    assert "only torch's, Python's and numpy's global random states are repeated" in found.message
 
 
 class AddsInPlace(nn.Module):

@@ -703,6 +703,44 @@ def test_a_compiled_model_says_once_that_its_segments_run_uncompiled():
     assert len(caught) == 1
 
 
+def forward_mode(model, x):
+    with torch.autograd.forward_ad.dual_level():
+        return model(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.parametrize(
+    ("differentiate", "named"),
+    [
+        (lambda model, x: torch.func.grad(lambda x: model(x).sum())(x), "torch.func"),
+        (
+            lambda model, x: torch.func.grad(lambda own: torch.func.functional_call(model, own, x).sum())(
+                dict(model.named_parameters())
+            ),
+            "torch.func",
+        ),
+        (lambda model, x: torch.func.vmap(model)(x), "torch.func"),
+        (lambda model, x: torch.func.jacrev(model)(x), "torch.func"),
+        (forward_mode, "forward_ad"),
+    ],
+)
+def test_gradients_of_torch_func_and_of_forward_mode_are_refused_by_name_and_leave_no_trace(differentiate, named):
+    model, x = LinearStack(), torch.randn(3, 6)
+    twin = copy.deepcopy(model)
+    apply(model, [Segment("layers.0"), Segment(("layers.1", "layers.2"))])
+    with pytest.raises(UnsupportedError, match="ordinary backward") as caught:
+        differentiate(model, x)
+    assert named in caught.value.got
+    assert caught.value.names == ("layers.0",)
+    assert same_bits([p.grad for p in both(model, x)], [p.grad for p in both(twin, x)])
+
+
+def test_torch_func_without_gradients_goes_through_segments():
+    model, x = LinearStack(), torch.randn(3, 6)
+    apply(model, [Segment("layers.0")])
+    with torch.no_grad():
+        assert torch.allclose(torch.func.vmap(model)(x), model(x))
+
+
 def test_segments_of_scripted_modules_are_refused_by_name():
     model = nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))
     with pytest.raises(UnsupportedError, match="TorchScript") as caught:

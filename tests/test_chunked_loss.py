@@ -1,6 +1,7 @@
 """The last layer and cross entropy in chunks: the numbers of the plain form, the memory of one chunk."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -60,6 +61,66 @@ def test_loss_and_gradients_are_those_of_the_plain_form_whatever_the_options(dty
         for found, right in zip(results(loss, given), expected, strict=True):
             assert found.dtype == right.dtype
             assert (found - right).norm() <= tolerance * right.norm()
+
+
+def gradients(loss, hidden, weight):
+    given = [one.clone().requires_grad_() for one in (hidden, weight)]
+    return torch.autograd.grad(loss(*given), given)
+
+
+def farthest(found, right):
+    """The largest distance of a gradient from the right one, relative to that."""
+    return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(found, right, strict=True))
+
+
+def head_of(spread, *, rows=512, classes=4096):
+    torch.manual_seed(0)
+    return torch.randn(rows, 64), torch.randn(classes, 64) * spread, torch.randint(classes, (rows,))
+
+
+@pytest.mark.parametrize("chunks", [1, 4, 32])
+def test_fp32_gradients_are_those_of_float64_to_1e_7_which_those_of_the_plain_loss_are_not(chunks):
+    hidden, weight, labels = head_of(0.05)
+    right = gradients(lambda h, w: F.cross_entropy(h @ w.t(), labels), hidden.double(), weight.double())
+    found = gradients(lambda h, w: chunked_cross_entropy(h, w, labels, chunks=chunks), hidden, weight)
+    usual = gradients(lambda h, w: F.cross_entropy(h @ w.t(), labels), hidden, weight)
+    assert farthest(found, right) <= 1e-7 < farthest(usual, right)
+
+
+def test_beside_large_logits_the_error_of_the_gradients_is_that_of_the_fp32_logits():
+    hidden, weight, labels = head_of(0.5)
+    right = gradients(lambda h, w: F.cross_entropy(h @ w.t(), labels), hidden.double(), weight.double())
+    logits = (hidden @ weight.t()).double()
+    slope = (logits.softmax(1) - F.one_hot(labels, 4096)) / len(labels)
+    same_logits = [slope @ weight.double(), slope.t() @ hidden.double()]
+    found = gradients(lambda h, w: chunked_cross_entropy(h, w, labels, chunks=8), hidden, weight)
+    assert farthest(same_logits, right) > 3e-7
+    assert farthest(found, right) <= farthest(same_logits, right) + 1e-7
+
+
+def test_rows_that_are_nearly_right_keep_the_accuracy_of_their_gradients_and_losses():
+    hidden, weight, labels = head_of(0.02)
+    weight[labels] += hidden * 0.25  # logits of about 16 for the labels
+    right = gradients(lambda h, w: F.cross_entropy(h @ w.t(), labels), hidden.double(), weight.double())
+    found = gradients(lambda h, w: chunked_cross_entropy(h, w, labels, chunks=8), hidden, weight)
+    usual = gradients(lambda h, w: F.cross_entropy(h @ w.t(), labels), hidden, weight)
+    assert farthest(found, right) <= 5e-7 < 1e-6 < farthest(usual, right)
+    only = torch.zeros(1, dtype=torch.long)
+    loss = chunked_cross_entropy(torch.ones(1, 1), torch.tensor([[30.0], [0.0], [0.0]]), only, chunks=1)
+    assert loss.item() == pytest.approx(2 * math.exp(-30), rel=1e-6)
+
+
+def test_classes_that_a_bias_of_minus_infinity_forbids_get_no_gradient():
+    given, labels, _ = inputs(torch.float64, bias=True, class_weight=False)
+    with torch.no_grad():
+        given["bias"][500:] = -math.inf
+    labels = labels.where(labels < 500, -100)
+    expected = results(plain(given, labels, None), given)
+    for found, right in zip(
+        results(chunked_cross_entropy(**given, labels=labels, chunks=3), given), expected, strict=True
+    ):
+        torch.testing.assert_close(found, right, rtol=FLOAT64, atol=FLOAT64)
+    assert found[500:].abs().max() == 0
 
 
 def test_c089_a_chunked_loss_has_the_loss_and_the_gradients_of_the_plain_one():
@@ -136,13 +197,13 @@ def test_the_sum_over_chunks_of_a_half_precision_weight_s_gradient_is_not_rounde
     assert weight.grad.flatten().tolist() == [-256, 256]  # in bf16 a sum of halves stops at 128
 
 
-def test_saved_for_backward_are_the_inputs_and_two_numbers_per_row():
+def test_saved_for_backward_are_the_inputs_and_three_numbers_per_row():
     given, labels, _ = inputs(torch.float32, bias=False, class_weight=False)
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
         chunked_cross_entropy(**given, labels=labels, chunks=8, reduction="sum")
-    rows = labels.numel()
-    assert sorted(sizes) == sorted([rows * FEATURES, CLASSES * FEATURES, rows, rows])
+    rows = labels.numel()  # of each the label, the highest logit and the sum of the other classes' exponentials
+    assert sorted(sizes) == sorted([rows * FEATURES, CLASSES * FEATURES, rows, rows, rows])
 
 
 def test_without_gradients_nothing_is_saved():

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -332,12 +333,12 @@ def unreached(rank):
 
 
 def recomputed(rank):
-    """Whether segments under DDP, and of modules that FSDP2 has sharded, leave every gradient as it is."""
+    """Whether segments under DDP, and of modules that FSDP has sharded, leave every gradient as it is."""
     found = []
     torch.manual_seed(rank)
     batch = token_batch(4)
     for chosen in (checkpointing.blocks, lambda model: checkpointing.segments(model, 2), nested_segments):
-        for wrap in (DistributedDataParallel, sharded):
+        for wrap in (DistributedDataParallel, sharded, sharded_flat, sharded_views):
             torch.manual_seed(0)
             model = Transformer(depth=4)
             twin = copy.deepcopy(model)
@@ -347,7 +348,7 @@ def recomputed(rank):
             for one in (wrapped, plain):
                 for _ in range(2):
                     token_loss(one, batch).backward()
-            gradients = [[whole(parameter.grad) for parameter in one.parameters()] for one in (model, twin)]
+            gradients = [[whole(parameter) for parameter in one.parameters()] for one in (model, twin)]
             found.append(all(torch.equal(ours, theirs) for ours, theirs in zip(*gradients, strict=True)))
     return found
 
@@ -362,7 +363,22 @@ def sharded(model):
     return fully_shard(model)
 
 
-def whole(gradient):
+def sharded_flat(model, *, use_orig_params=False):
+    """By FSDP1, whose weights are other tensors each time that they are gathered if they keep their own shape."""
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}),
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+
+
+def sharded_views(model):
+    return sharded_flat(model, use_orig_params=True)
+
+
+def whole(parameter):
+    gradient = torch.zeros(0) if parameter.grad is None else parameter.grad  # another rank's share
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
 
 
@@ -449,4 +465,4 @@ def test_a_parameter_that_the_last_micro_batch_does_not_reach_is_reduced_exactly
 
 
 def test_segments_under_ddp_and_of_modules_that_are_sharded_are_exact_on_all_ranks(ranks):
-    assert ranks["recomputed"] == [[True] * 6] * RANKS
+    assert ranks["recomputed"] == [[True] * 12] * RANKS

@@ -14,6 +14,7 @@ from snugfit.planning import cost, probing, units
 from snugfit.planning.chain import NOTHING, Span
 from snugfit.planning.families import Family
 from snugfit.planning.scaling import _micro_steps
+from snugfit.planning.unit_runs import run_prices
 
 WIDTH, TOKENS = 64, 32
 
@@ -155,6 +156,41 @@ def test_the_chain_needs_what_a_trace_of_the_very_plan_needs_but_for_two_tensors
     assert compared > 3
 
 
+@pytest.mark.parametrize("policy", [None, "keep-last", "keep-attention-last", "keep-matmul"])
+def test_a_run_that_keeps_results_needs_and_takes_what_a_trace_of_it_does(policy):
+    job, device = decoder_job(), hardware.resolve("rtx-3060-12gb")
+    family = family_of(job, device, "32-true", sizes=(64, 64))
+    chain = family.chain(64, 1)
+    first = chain.names.index("blocks.0")
+    run = Span(first, first + 3, policy=policy)
+    others = [Span(i, i, NOTHING) for i in range(len(chain.units)) if not run.first <= i <= run.last]
+    spans = tuple(sorted((*others, run), key=lambda span: span.first))
+
+    def traced(recompute):
+        plan = snugfit.Plan(batch_size=64, micro_batch_size=64, recompute=recompute)
+        trace = tracing.record_job(job, plan, device, ((0,), (0,)))
+        return alive_in_last_micro_batch(trace, rounded=True), sum(cost.times(trace.work, device))
+
+    (needed, took), (_, plain) = traced(family.segments(chain, spans)), traced(())
+    assert 0 <= chain.needed_bytes(spans) - needed <= 2 * 64 * TOKENS * WIDTH * 4
+    price = list(run_prices(chain.units, first, policy))[2]
+    assert price.extra_ns / 1e9 == pytest.approx(took - plain, abs=4 * 5e-6)  # a launch more or less for each block
+
+
+def test_what_a_run_keeps_of_a_block_are_its_last_product_and_its_attention():
+    chain = family_of(decoder_job(), hardware.resolve("rtx-3060-12gb"), "32-true").chain(8, 8)
+    last, both, products = chain.units[chain.names.index("blocks.4")].in_runs
+    tokens = 8 * TOKENS
+    assert (last.policy, last.kept_bytes) == ("keep-last", 4 * tokens * WIDTH)
+    assert both.policy == "keep-attention-last"
+    # Attention returns as much as the product, and the logarithm of a sum for each of 4 heads and every token.
+    assert both.kept_bytes - 2 * last.kept_bytes == pytest.approx(4 * 4 * tokens, abs=1024)
+    # Three for queries, keys and values, one behind attention, four and one in the feed-forward part, and attention.
+    assert (products.policy, products.kept_bytes - both.kept_bytes) == ("keep-matmul", 8 * last.kept_bytes)
+    assert 0 < products.again_ns < both.again_ns < last.again_ns < chain.units[5].forward_ns
+    assert all(way.last_ns <= way.again_ns for way in (products, both, last))
+
+
 def test_alike_blocks_share_their_options_and_one_trace_shows_them_all():
     family = family_of(decoder_job(), hardware.resolve("rtx-3060-12gb"), "32-true")
     assert len(family.probe.traces) == 1
@@ -165,7 +201,8 @@ def test_alike_blocks_share_their_options_and_one_trace_shows_them_all():
         "attention",
         "mlp",
         "each part",
-        "keep-attention",
+        "keep-last",
+        "keep-attention-last",
         "attention, keep-matmul",
         "mlp, keep-matmul",
     }

@@ -213,7 +213,9 @@ def test_a_rung_that_needs_many_budgets_does_not_press_the_others_flat(searched)
     huge = considered("full batch, fp32", 1700, 4.0)
     wide = dataclasses.replace(searched, ladder=(huge, *RUNGS[1:]), frontier=(huge, *RUNGS[1:]))
     assert trades.rung_memory(wide, GIB)["layout"]["xaxis"]["range"][1] == 3 * CARD.memory_bytes / 2**30
-    assert trades.frontier(wide, GIB)["layout"]["xaxis"]["type"] == "log"
+    axis = trades.frontier(wide, GIB)["layout"]["xaxis"]
+    assert axis["type"] == "log"
+    assert all(float(text) == at for at, text in zip(axis["tickvals"], axis["ticktext"], strict=True)), "20, not 2"
 
 
 def test_the_techniques_are_shown_on_plans_that_differ_in_nothing_else(searched):
@@ -273,6 +275,16 @@ def test_the_page_says_verdict_peak_plan_and_labels(searched):
     assert "does not fit (modelled)" in html.document(dataclasses.replace(searched, budget_bytes=1))
 
 
+def test_the_page_says_what_to_change_in_a_script_and_what_is_worth_knowing(searched):
+    told = dataclasses.replace(searched, notes=("a note",), advice={"clipping": "a limit"})
+    page = entities.unescape(outside_of_plotly(html.document(told)))
+    code = page[page.index("What to change in your script") : page.index("What memory is paid with")]
+    assert "for micro in snugfit.split(batch, 4):" in code
+    assert "snugfit.Engine(model, optimizer, plan, loss=loss_fn)" in code
+    assert "<li>a note</li>" in page
+    assert "<td>clipping</td><td>a limit</td>" in page
+
+
 def test_names_that_are_markup_stay_text(searched):
     evil = dataclasses.replace(
         searched,
@@ -280,6 +292,7 @@ def test_names_that_are_markup_stay_text(searched):
         options={EVIL: EVIL},
         reasons={"precision": EVIL},
         notes=(EVIL,),
+        advice={EVIL: EVIL},
         versions={EVIL: EVIL},
         ladder=tuple(dataclasses.replace(rung, name=EVIL, pays_with=EVIL) for rung in RUNGS),
         memory=dataclasses.replace(searched.memory, device=EVIL, label=EVIL, advice=(EVIL,), assumptions=(EVIL,)),

@@ -38,9 +38,11 @@ FORMS = {
     "a predicate": lambda model: match(model, lambda name, module: name.count(".") == 1),
     "keep-matmul": lambda model: blocks(model, "keep-matmul"),
     "keep-attention": lambda model: blocks(model, "keep-attention"),
+    "keep-last": lambda model: blocks(model, "keep-last"),
     "own set": lambda model: blocks(model, "keep:addmm,native_layer_norm"),
     "own set of random operations": lambda model: blocks(model, "keep:bernoulli,native_dropout,bmm"),
     "runs that keep": lambda model: segments(model, 2, "keep-matmul"),
+    "runs that keep the last product": lambda model: segments(model, 2, "keep-attention-last"),
     "offload": lambda model: blocks(model, "offload"),
     "mixed": lambda model: (
         Segment("blocks.0"),
@@ -128,6 +130,18 @@ def test_matrix_products_that_are_kept_are_not_run_again():
     products = ("addmm", "mm", "bmm", "baddbmm")
     assert {name: kept.get(name) for name in products} == {name: plain.get(name) for name in products}
     assert kept["native_layer_norm"] > plain["native_layer_norm"]
+
+
+@pytest.mark.parametrize(("policy", "repeated"), [("full", 5), ("keep-last", 4)])
+def test_of_each_module_of_a_run_the_last_product_alone_is_not_run_again(policy, repeated):
+    """Two blocks of three linear layers: all but the very last, which nothing needs, or the last of each, run again."""
+    model = Transformer(depth=2)
+    batch = token_batch(4)
+    plain = counted(lambda: token_loss(model, batch).backward())
+    apply(model, [Segment(("blocks.0", "blocks.1"), policy)])
+    for _ in range(2):
+        kept = counted(lambda: token_loss(model, batch).backward())
+    assert kept["addmm"] - plain["addmm"] == repeated
 
 
 def test_a_full_segment_repeats_everything_up_to_the_last_tensor_that_backward_needs():
@@ -525,7 +539,7 @@ def test_a_recomputation_that_differs_is_an_error_that_names_the_segment(second)
     assert "(2, 3)" in caught.value.got or "different number of tensors" in caught.value.got
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+@pytest.mark.parametrize("draw", [random.random, random.gauss, np.random.rand, np.random.randn])
 def test_random_numbers_of_python_and_numpy_are_drawn_again_and_the_stream_goes_on_after_them(draw):
     class Scaled(nn.Module):
         def __init__(self):
@@ -548,6 +562,26 @@ def test_random_numbers_of_python_and_numpy_are_drawn_again_and_the_stream_goes_
     assert run(model) == run(twin)
     ours, theirs = gradients(model), gradients(twin)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_numpy_s_random_numbers_are_drawn_again_from_whatever_generator():
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return (x * np.random.rand()).sin()
+
+    model, x = nn.Sequential(Scaled(), Scaled()), torch.randn(3, 4, requires_grad=True)
+    before = np.random.get_bit_generator()
+    try:
+        found = []
+        for recompute in (False, True):
+            if recompute:
+                apply(model, [Segment("0"), Segment("1")])
+            np.random.set_bit_generator(np.random.PCG64(1))
+            found.append((torch.autograd.grad(model(x).sum(), x)[0], np.random.rand()))
+    finally:
+        np.random.set_bit_generator(before)
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
 
 
 def test_a_repetition_runs_in_the_training_mode_of_its_forward():
@@ -623,7 +657,7 @@ def test_a_tensor_inside_of_an_argument_that_is_written_into_is_an_error():
         x.sum().backward()
 
 
-RUN_POLICIES = ("full", "keep-matmul", "offload")
+RUN_POLICIES = ("full", "keep-matmul", "keep-last", "offload")
 
 
 class Uses(nn.Module):
@@ -1129,7 +1163,7 @@ def test_random_models_with_random_segments_are_exact(data):
         model[-1].inner = model[0].inner
     twin = copy.deepcopy(model)
     cut = data.draw(st.integers(1, len(kinds)))
-    policy = st.sampled_from(["full", "keep-matmul", "keep-attention", "keep:addmm,native_dropout"])
+    policy = st.sampled_from(["full", "keep-matmul", "keep-attention-last", "keep-last", "keep:addmm,native_dropout"])
     chosen = [Segment(tuple(map(str, range(cut))), data.draw(policy))]
     if cut > 1 and data.draw(st.booleans()):
         chosen.append(Segment(tuple(map(str, range(cut // 2))), data.draw(policy)))

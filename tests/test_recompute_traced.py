@@ -48,7 +48,7 @@ def test_saved_bytes_and_the_peak_are_those_that_a_run_has(form):
     assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "offload"])
+@pytest.mark.parametrize("form", FORMS)
 def test_operations_and_their_flops_are_those_that_a_run_has(form):
     plan = plan_of(form)
     predicted = sum(work.flops for work in record_job(job(), plan, resolve("cpu")).work)
@@ -204,14 +204,25 @@ class Wide(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-def wide_peak(recompute, device="rtx-3060-12gb"):
-    own = Job(
-        lambda: nn.Sequential(*(Wide() for _ in range(8))),
+def wide_model():
+    return nn.Sequential(*(Wide() for _ in range(8)))
+
+
+def wide_job():
+    return Job(
+        wide_model,
         lambda model, x: model(x).square().mean(),
         lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         lambda n: torch.zeros(n, 256),
     )
-    return snugfit.estimate(own, Plan(batch_size=8192, micro_batch_size=8192, recompute=recompute), device)
+
+
+def wide_plan(recompute, rows=8192):
+    return Plan(batch_size=rows, micro_batch_size=rows, recompute=recompute)
+
+
+def wide_peak(recompute, device="rtx-3060-12gb"):
+    return snugfit.estimate(wide_job(), wide_plan(recompute), device)
 
 
 def test_offloaded_segments_leave_the_card_and_keep_nothing_on_it_but_their_weights():
@@ -228,3 +239,65 @@ def test_offload_does_not_lower_a_peak_that_lies_in_a_repetition():
     both = (*full, Segment("7", "offload"))
     one = wide_peak((*full, Segment("7")))
     assert wide_peak(both).peak_allocated_bytes >= one.peak_allocated_bytes
+
+
+FULL = tuple(Segment(str(i)) for i in range(7))
+LAST, ALL = (Segment("7", "offload"),), tuple(Segment(str(i), "offload") for i in range(8))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "rows", "reason"),
+    [
+        ((Segment(("0", "1", "2", "3", "4")), *LAST), 8192, "the recomputation of 0, 1, 2, 3, 4, which"),
+        ((*FULL, *LAST), 8192, "the backward of 7, where its tensors are back"),
+        (ALL, 64, "tensors below 1.00 MiB stay"),
+    ],
+)
+def test_a_report_says_with_both_numbers_where_offloading_does_not_lower_the_peak(recompute, rows, reason):
+    moved = snugfit.estimate(wide_job(), wide_plan(recompute, rows), "rtx-3060-12gb")
+    kept = tuple(segment for segment in recompute if segment.policy == "full")
+    left = snugfit.estimate(wide_job(), wide_plan(kept, rows), "rtx-3060-12gb")
+    (said,) = [sentence for sentence in moved.advice if "offloading" in sentence]
+    assert reason in said
+    assert moved.peak_allocated_bytes >= left.peak_allocated_bytes
+    for report in (moved, left):
+        assert snugfit.sizes.text(report.peak_allocated_bytes) in said
+
+
+def test_nothing_is_said_of_offloading_that_lowers_the_peak():
+    assert not [sentence for sentence in wide_peak(ALL).advice if "offload" in sentence]
+
+
+@pytest.mark.parametrize("device", ["rtx-3060-12gb", "cpu"])
+def test_a_plan_whose_given_segments_are_offloaded_for_nothing_is_refused_with_the_reason(device):
+    with pytest.raises(snugfit.PlanError, match="the peak is not lower for it") as caught:
+        snugfit.plan(wide_job(), device, 8192, fixed={"recompute": (*FULL, *LAST)})
+    assert caught.value.moved_bytes >= caught.value.left_bytes > 0
+    assert ("on the host already" if device == "cpu" else "the peak lies in") in str(caught.value)
+
+
+def test_a_plan_whose_given_segments_are_offloaded_for_less_memory_is_made():
+    found = snugfit.plan(wide_job(), "rtx-3060-12gb", 8192, fixed={"recompute": ALL})
+    assert found.plan.recompute == ALL
+    assert found.memory.peak_allocated_bytes < wide_peak(()).peak_allocated_bytes
+
+
+def test_offloading_runs_what_plain_training_runs_and_moves_what_saved_tensor_hooks_count():
+    card = resolve("rtx-3060-12gb")
+    plain, moved = (record_job(wide_job(), wide_plan(recompute), card) for recompute in ((), ALL))
+    assert sum(work.flops for work in moved.work) == sum(work.flops for work in plain.work) > 0
+    model, batch = wide_model(), torch.zeros(8192, 256)
+    staying = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), batch)}
+    counted = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in staying:
+            counted[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(batch)
+    saved = [trace.report().at("forward end")["saved"] for trace in (plain, moved)]
+    assert out.shape == batch.shape
+    assert saved[0] - saved[1] == sum(counted.values()) > 0

@@ -7,7 +7,7 @@ from torch import nn
 
 import snugfit
 from snugfit import hardware
-from snugfit.planning import errands, options
+from snugfit.planning import errands, links, options
 from snugfit.planning.scaling import NotAffineError, ScaledTrace
 from snugfit.sizes import GIB, MIB
 
@@ -167,3 +167,16 @@ def test_a_plan_is_the_same_whether_traces_are_made_in_copies_of_the_process_or_
     assert [(rung.plan, rung.memory.peak_reserved_bytes, rung.step_time_s) for rung in aside.ladder] == [
         (rung.plan, rung.memory.peak_reserved_bytes, rung.step_time_s) for rung in here.ladder
     ]
+
+
+def test_the_time_of_several_cards_holds_the_reductions_that_backward_does_not_hide():
+    device, given = card(), {"micro_batch_size": 16, "recompute": ()}
+    alone = snugfit.plan(job(), device, 64, fixed=given).step_time_s
+    once, four_times = (
+        snugfit.plan(job(), device, 128, world_size=2, fixed={**given, "sync": sync}).step_time_s - alone
+        for sync in ("window", "micro")
+    )
+    gradients = 4 * sum(parameter.numel() for parameter in Stack().parameters())
+    nothing_hidden = gradients / (0.8 * links.between(device).bandwidth)  # a ring of two sends each byte once
+    assert 0 < once < 1.1 * nothing_hidden
+    assert four_times == pytest.approx(4 * once)

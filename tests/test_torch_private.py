@@ -4,9 +4,10 @@ import contextlib
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import optimizer
 
-from snugfit.memory import torch_private
+from snugfit.memory import torch_compiler, torch_private
 from snugfit.memory.cuda import autocast
 from snugfit.memory.recording import Recorder
 from snugfit.training import torch_private as training_private
@@ -252,3 +253,106 @@ def test_a_backward_has_a_number_of_its_own_also_inside_of_another():
     assert first == again != second
     assert None not in numbers
     assert training_private.current_backward() is None
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own looking
+def test_a_function_that_is_never_compiled_is_left_alone_by_the_compiler_that_calls_it():
+    torch._dynamo.reset()
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.extend(node.target for node in graph.graph.nodes)
+        return graph
+
+    def look(mark):
+        def pack(tensor):
+            return tensor.detach().clone()
+
+        compiled.clear()
+        function = torch.compile(lambda x: x[x > 0] * 2, backend=backend)  # the compiler cannot take this index
+        with torch.autograd.graph.saved_tensors_hooks(mark(pack), lambda tensor: tensor):
+            function(torch.randn(5, requires_grad=True))
+        return "clone" in compiled
+
+    assert look(lambda function: function)
+    assert not look(training_private.never_compiled)
+
+
+# --- torch's compiler ---
+
+
+def execute(graph):
+    return torch.fx.Interpreter(graph).boxed_run
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_function_is_captured_with_what_the_partitioner_saves():
+    kept = []
+
+    def function(weight, x):
+        return [torch.sigmoid(x @ weight).sin()]
+
+    tensors = [torch.randn(3, 3, requires_grad=True), torch.randn(2, 3)]
+    run = torch_compiler.captured(function, tensors, 1, execute)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
+        (result,) = run(*tensors)
+    assert torch.equal(result, function(*tensors)[0])
+    assert kept == [2 * 3, 2 * 3]  # the input and the product, for all else is computed again
+    assert torch.autograd.grad(result.sum(), tensors[0])[0].shape == (3, 3)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_hooks_and_modes_around_a_capture_are_set_aside_and_come_back():
+    seen = []
+
+    def function(weight):
+        seen.append(torch_compiler.is_captured(weight))
+        return [nn.functional.linear(weight, weight).to("cuda")]
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append("saved") or tensor, lambda tensor: tensor):
+        torch_compiler.captured(function, [torch.ones(2, 2, requires_grad=True)], 1, execute)
+        assert set(seen) == {True}
+        torch.ones(2, requires_grad=True).exp()
+    assert seen[-1] == "saved"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_saving_hooks_inside_of_a_capture_are_an_error():
+    def function(weight):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return [weight.exp()]
+
+    with pytest.raises(RuntimeError, match="inside of compiled code"):
+        torch_compiler.captured(function, [torch.ones(2, requires_grad=True)], 1, execute)
+
+
+def test_operations_that_the_compiler_joins_are_told_from_others():
+    aten = torch.ops.aten
+    joined = (aten.gelu.default, aten.sum.dim_IntList, aten.var_mean.correction, aten.cat.default, aten.full.default)
+    others = (
+        aten.mm.default,
+        aten.convolution.default,
+        aten.add_.Tensor,
+        aten._scaled_dot_product_flash_attention.default,
+    )
+    assert [torch_compiler.is_fused(op) for op in (*joined, *others)] == [True] * 5 + [False] * 4
+    assert [torch_compiler.writes(op) for op in (aten.add_.Tensor, aten.add.Tensor)] == [True, False]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_is_compiled_is_another_function_inside_of_the_context():
+    before = torch.compile
+    earlier = torch.compile(nn.Linear(2, 2), backend="aot_eager")
+    asked = []
+
+    def instead(function, backend):
+        asked.append(backend)
+        return lambda *args: "instead"
+
+    with torch_compiler.called_instead(instead):
+        assert torch.compile(lambda x: x)(1) == "instead"
+        assert torch.compile(nn.Linear(2, 2), backend="aot_eager")(torch.ones(1, 2)) == "instead"
+        assert earlier(torch.ones(1, 2)) == "instead"
+    assert asked == ["inductor", "aot_eager", "aot_eager"]
+    assert torch.compile is before
+    assert isinstance(earlier(torch.ones(1, 2)), torch.Tensor)

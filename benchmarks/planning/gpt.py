@@ -7,7 +7,7 @@ residual stream; ``A`` is the number of elements of one activation. Times are a 
 import random
 from dataclasses import dataclass
 
-from snugfit.planning.chain import NOTHING, Option, Unit
+from snugfit.planning.chain import NOTHING, KeptInRun, Option, Unit
 
 BATCH, CONTEXT, WIDTH, VOCABULARY, CHUNKS = 8, 1024, 768, 50257, 8
 TOKENS = BATCH * CONTEXT
@@ -36,6 +36,7 @@ def _matmul(columns_in: int, columns_out: int) -> int:
 
 
 _NORM = roofline_ns(0, 8 * A) + roofline_ns(0, 6 * A)  # float32 in and out, then the cast to bfloat16
+_CONTRACT_NS = _matmul(4 * WIDTH, WIDTH)
 _DROPOUT = roofline_ns(0, 5 * A)
 _ADD = roofline_ns(0, 10 * A)
 SAVED = {
@@ -98,8 +99,27 @@ def block_options() -> tuple[Option, ...]:
         option(
             "attention; feed-forward, keep-matmul", _ATTENTION + of_feed_forward, beside=2 * A, backward=made - less
         ),
-        option("keep-attention", (*rest, "qkv", "middle of the stream", "expanded")),
+        option("keep-last", tuple(SAVED), beside=2 * A, extra=-_CONTRACT_NS),
+        option(
+            "keep-attention-last", (*rest, "qkv", "middle of the stream", "expanded"), beside=2 * A, extra=-_CONTRACT_NS
+        ),
         option("full", tuple(SAVED)),
+    )
+
+
+def _in_runs() -> tuple[KeptInRun, ...]:
+    """What a block keeps in a run that keeps its last product, attention as well, and all of its products."""
+    mixed = SAVED["attention"]
+    products = SAVED["qkv"].again_ns + SAVED["expanded"].again_ns + _matmul(WIDTH, WIDTH)
+
+    def way(policy: str, kept: int, spared: int) -> KeptInRun:
+        again = FORWARD_NS - _CONTRACT_NS - spared
+        return KeptInRun(policy, 2 * A + kept, again, again - TAIL_NS)
+
+    return (
+        way("keep-last", 0, 0),
+        way("keep-attention-last", mixed.bytes, mixed.again_ns),
+        way("keep-matmul", 18 * A, mixed.again_ns + products),
     )
 
 
@@ -119,6 +139,7 @@ def gpt_chain(blocks: int = 12, *, accumulates: bool = True, chunked: bool = Fal
             forward_ns=spent,
             joins_next=joins,
             tail_ns=TAIL_NS if joins or spent == FORWARD_NS else 0,
+            in_runs=_in_runs() if spent == FORWARD_NS else (),
         )
 
     def single(kept: int, most: int) -> tuple[Option, ...]:

@@ -1,19 +1,19 @@
 """What snugfit's planner chooses for a GPT-2-small step, beside what its peers choose, on one cost and memory model.
 
-Run ``python benchmarks/planning/peers.py [--quick] [--write]`` (needs ``requirements.txt``). The model is the chain of
-``gpt``: batch 8 x 1024, bf16-mixed, fused attention, dropout 0.1, A100 roofline, with and without the loss in chunks.
-Peers decide with their own code; what they decide is priced here. Modelled; exit status 1 when a peer is faster than
-snugfit at equal peak.
+Run ``python benchmarks/planning/peers.py [--quick] [--slow] [--write]`` (needs ``requirements.txt``). The model is the
+chain that snugfit measures in its trace of the step: batch 8 x 1024, bf16-mixed, fused attention, dropout 0.1, A100,
+with and without the loss in chunks. Peers decide with their own code; what they decide is priced here, with the bytes
+and the times of the same trace. Modelled; exit status 1 when a peer is faster than snugfit at equal peak.
 """
 
 import argparse
-import itertools
 import math
 import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,20 +21,20 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).resolve().parent)]
 
-import gpt  # noqa: E402
 import gpt2  # noqa: E402
-from gpt import SAVED, A, gpt_chain  # noqa: E402
+from operations import DEVICE, Region, of_block  # noqa: E402
 from partitioner import partitioned  # noqa: E402
 from rotor import rotor  # noqa: E402
 from sac_peer import decided, graph_of  # noqa: E402
 
 from chains import simulate  # noqa: E402
-from snugfit.planning import nested, solver  # noqa: E402
-from snugfit.planning.chain import NOTHING, Span, Unit  # noqa: E402
+from snugfit import Job, Plan, estimate  # noqa: E402
+from snugfit.memory import tracing  # noqa: E402
+from snugfit.planning import nested, options, probing, solver, units  # noqa: E402
+from snugfit.planning.chain import NOTHING, Solution, Span, Unit  # noqa: E402
+from snugfit.planning.families import Chain, Family  # noqa: E402
 
-BLOCKS = 12
-LEAST_IN_BACKWARD = min(option.backward_bytes for option in gpt.block_options())
-"What a block needs at least in backward; taken for what peers keep that is no option of snugfit's, in their favour."
+BLOCKS, BATCH, CHUNKS = gpt2.SMALL.layers, 8, 8
 GIB = 2**30
 
 
@@ -49,9 +49,40 @@ class Point:
     extra_ns: int
 
 
-def point(planner: str, plan: str, units: Sequence[Unit], spans: Sequence[Span]) -> Point:
-    peak, extra = simulate(units, spans)
-    return Point(planner, plan, simulate(of_saved_bytes(units), spans)[0], peak, extra)
+@dataclass(frozen=True)
+class Model:
+    """The step as snugfit's planner sees it, and the operations of one of its blocks."""
+
+    plan: Plan
+
+    @cached_property
+    def family(self) -> Family:
+        model = tracing.skeleton(self.job)
+        return Family(probing.probe(self.job, self.plan, DEVICE, model, units.named(model), (BATCH, BATCH)))
+
+    @property
+    def job(self) -> Job:
+        return gpt2.job(gpt2.SMALL, can_chunk=self.plan.loss_chunks > 1)
+
+    @cached_property
+    def chain(self) -> Chain:
+        return self.family.chain(BATCH, 1)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Embedding, blocks, and norm with the loss."""
+        return self.chain.units
+
+    @cached_property
+    def block(self) -> Region:
+        return of_block(self.family, self.chain.names[BLOCKS // 2])
+
+    def point(self, planner: str, plan: str, chain: Sequence[Unit], spans: Sequence[Span]) -> Point:
+        peak, extra = simulate(chain, spans, self.chain.floor_bytes)
+        return Point(planner, plan, simulate(of_saved_bytes(chain), spans)[0], peak, extra)
+
+    def shown(self, extra_ns: int) -> str:
+        return f"{extra_ns / self.chain.plain_ns:+.2%}"
 
 
 def spans_of(options: Sequence[str]) -> list[Span]:
@@ -69,81 +100,78 @@ def in_runs(lengths: Sequence[int]) -> list[Span]:
     return [*spans, Span(first, first, NOTHING)]
 
 
-def usual(units: Sequence[Unit]) -> Iterator[Point]:
+def usual(model: Model) -> Iterator[Point]:
     """What people write by hand."""
-    yield point("nothing", "", units, spans_of([NOTHING] * BLOCKS))
-    yield point("every block", "", units, spans_of(["full"] * BLOCKS))
+
+    def point(planner: str, plan: str, spans: Sequence[Span]) -> Point:
+        return model.point(planner, plan, model.units, spans)
+
+    yield point("nothing", "", spans_of([NOTHING] * BLOCKS))
+    yield point("every block", "", spans_of(["full"] * BLOCKS))
+    yield point("every block", "keep-matmul", spans_of(["keep-matmul"] * BLOCKS))
     for k in (2, 3, 4):
         chosen = ["full" if number % k == 0 else NOTHING for number in range(BLOCKS)]
-        yield point(f"every {k}. block", "", units, spans_of(chosen))
+        yield point(f"every {k}. block", "", spans_of(chosen))
     root = round(math.sqrt(BLOCKS))
-    yield point("sqrt segments", f"{root} segments", units, in_runs([BLOCKS // root] * root))
+    yield point("sqrt segments", f"{root} segments", in_runs([BLOCKS // root] * root))
     for n in (2, 3, 4, 6, 12):
         lengths = [*([BLOCKS // n] * (n - 1)), -(BLOCKS // n)]  # its last segment is not checkpointed
-        yield point("checkpoint_sequential", f"{n} segments", units, in_runs(lengths))
+        yield point("checkpoint_sequential", f"{n} segments", in_runs(lengths))
 
 
-def rotors(units: Sequence[Unit], budgets: Sequence[int]) -> Iterator[Point]:
-    for budget in budgets:
-        spans = rotor(units, budget)
+def rotors(model: Model) -> Iterator[Point]:
+    """Its plans for budgets between the least that any plan needs and what plain training needs."""
+    highest = solver.frontier(model.units).points[-1][0]
+    lowest = nested.frontier(model.units).points[0][0]
+    for k in range(9):
+        budget = lowest + (highest - lowest) * k // 8
+        spans = rotor(model.units, budget)
         if spans is not None:
-            yield point("rotor", f"budget {budget / GIB:.2f} GiB", units, spans)
+            yield model.point("rotor", f"budget {budget / GIB:.2f} GiB", model.units, spans)
 
 
-def with_dropped(units: Sequence[Unit], dropped: Sequence[Sequence[str]]) -> tuple[tuple[Unit, ...], list[Span]]:
-    """The chain whose blocks drop tensors of anybody's choice."""
-    changed = []
-    for names, unit in zip(dropped, units[1:-1], strict=True):
-        kept = gpt.PLAIN_BYTES - sum(SAVED[name].bytes for name in names)
-        again = gpt.again_ns(tuple(names))
-        own = replace(unit.plain, name="own", kept_bytes=kept, backward_bytes=LEAST_IN_BACKWARD, extra_ns=again)
-        changed.append(replace(unit, options=(unit.plain, own)))
-    return (units[0], *changed, units[-1]), spans_of(["own" if names else NOTHING for names in dropped])
+def with_own(unit: Unit, kept: int, backward: int, extra_ns: int) -> Unit:
+    """A block with an option of somebody else's beside that of keeping everything."""
+    own = replace(unit.plain, name="own", kept_bytes=kept, backward_bytes=backward, extra_ns=extra_ns)
+    return replace(unit, options=(unit.plain, own))
 
 
-def cheapest(share: float, names: Sequence[str], whole: int) -> tuple[str, ...]:
-    """The tensors of a module whose loss costs least, if at least a share of its memory is to go."""
-    wanted = min(share * whole, sum(SAVED[name].bytes for name in names))
-    subsets = itertools.chain.from_iterable(itertools.combinations(names, k) for k in range(len(names) + 1))
-    enough = [subset for subset in subsets if sum(SAVED[name].bytes for name in subset) >= 0.98 * wanted]
-    return min(enough, key=gpt.again_ns)
+def sac(model: Model, decisions: Sequence[tuple[float, dict[str, float], float]]) -> Iterator[Point]:
+    """A share of a module is dropped as torch's selective checkpointing can do it, by the best set of operations.
 
-
-def sac(units: Sequence[Unit], decisions: Sequence[tuple[float, dict[str, float], float]]) -> Iterator[Point]:
-    names = list(SAVED)
-    parts = {"attn": names[:3], "ff": names[4:7]}
+    In backward a block is taken to need the least that any of snugfit's options needs.
+    """
     for budget, discarded, seconds in decisions:
-        dropped: list[tuple[str, ...]] = [()] * BLOCKS
-        for module, share in discarded.items():
-            _, _, number, *part = module.split(".")
-            own = parts[part[0]] if part else names
-            whole = sum(SAVED[name].bytes for name in own) if part else gpt.PLAIN_BYTES
-            dropped[int(number)] += cheapest(share, own, whole)
-        found = point("sac_milp", "", *with_dropped(units, dropped))
-        yield replace(found, plan=f"budget {budget:.1f} GiB, solved in {seconds:.1f} s")
+        blocks = list(model.units[1:-1])
+        for name, share in discarded.items():
+            _, _, number, *part = name.split(".")
+            region = model.block.inside(part[0]) if part else model.block
+            dropped, unit = region.dropping(share), blocks[int(number)]
+            least = min(option.backward_bytes for option in unit.options)
+            known = unit.options[-1]  # of a part that was dropped before, or as it was
+            known = known if known.name == "own" else unit.plain
+            kept, extra = known.kept_bytes - dropped.freed_bytes, known.extra_ns + dropped.again_ns
+            blocks[int(number)] = with_own(unit, kept, least, extra)
+        chain = (model.units[0], *blocks, model.units[-1])
+        spans = spans_of([unit.options[-1].name if len(unit.options) == 2 else NOTHING for unit in blocks])
+        plan = f"budget {budget:.1f} GiB, solved in {seconds:.1f} s"
+        yield model.point("sac_milp", plan, chain, spans)
 
 
-def partitions(units: Sequence[Unit], budgets: Sequence[float]) -> Iterator[Point]:
-    """Its saved bytes and times are those of the whole model; its peak the higher of the head's and its backward's."""
-    held = units[1].forward_static_bytes - units[1].input_bytes
-    beside = units[0].plain.kept_bytes + 4 * A  # of the embedding and the last norm
-    for budget in budgets:
-        found = partitioned(gpt2.SMALL, gpt.BATCH, budget)
-        each = max(found.saved_bytes - beside, 0) // BLOCKS
-        own = [
-            replace(
-                unit,
-                options=(
-                    unit.plain,
-                    replace(unit.plain, name="own", kept_bytes=each, backward_bytes=each, extra_ns=0),
-                ),
-            )
-            for unit in units[1:-1]
-        ]
-        name = "torch's partitioner"
-        kept = point(name, f"budget {budget:.2f}", (units[0], *own, units[-1]), spans_of(["own"] * BLOCKS))
-        peak = max(kept.peak_bytes, held + found.backward_bytes)
-        yield replace(kept, peak_bytes=peak, extra_ns=found.extra_ns)
+def partitions(model: Model, shares: Sequence[float]) -> Iterator[Point]:
+    """Its times are those of the whole model; its peak the higher of the head's and its backward's.
+
+    With the whole budget it saves what plain training does; what it saves less with others is taken off the blocks.
+    """
+    held = model.units[1].forward_static_bytes - model.units[1].input_bytes
+    whole = partitioned(gpt2.SMALL, BATCH, 1.0).saved_bytes
+    for share in shares:
+        found = partitioned(gpt2.SMALL, BATCH, share)
+        less = -(-(whole - found.saved_bytes) // BLOCKS)
+        blocks = (with_own(unit, unit.plain.kept_bytes - less, 0, 0) for unit in model.units[1:-1])
+        chain = (model.units[0], *blocks, model.units[-1])
+        kept = model.point("torch's partitioner", f"budget {share:.2f}", chain, spans_of(["own"] * BLOCKS))
+        yield replace(kept, peak_bytes=max(kept.peak_bytes, held + found.backward_bytes), extra_ns=found.extra_ns)
 
 
 def of_saved_bytes(units: Sequence[Unit]) -> tuple[Unit, ...]:
@@ -158,95 +186,115 @@ def of_saved_bytes(units: Sequence[Unit]) -> tuple[Unit, ...]:
     return tuple(flat)
 
 
-def compared(units: Sequence[Unit], points: Sequence[Point]) -> tuple[list[str], list[str]]:
-    """A line for every plan of a peer, and what is wrong."""
-    whole = solver.frontier(units)
-    deeper = nested.frontier(units, budget_bytes=whole.points[0][0] - 1)
-    saved = solver.frontier(of_saved_bytes(units))
-    base = gpt.plain_ns(BLOCKS)
+def compared(model: Model, points: Sequence[Point]) -> tuple[list[str], list[str]]:
+    """A line for every plan of a peer with the largest gap at the end, and what is wrong."""
+    floor = model.chain.floor_bytes
+    whole = solver.frontier(model.units, floor_bytes=floor)
+    deeper = nested.frontier(model.units, floor_bytes=floor, budget_bytes=whole.points[0][0] - 1)
+    saved = solver.frontier(of_saved_bytes(model.units))
     lines = [
         "| planner | plan | saved | peak | extra time | snugfit at this peak | snugfit at these saved bytes |",
         "|---" * 7 + "|",
     ]
-    wrong = []
+    wrong, gaps, infeasible = [], [], []
     for one in points:
         here = whole.within(one.peak_bytes) or deeper.within(one.peak_bytes)
         there = saved.within(one.saved_bytes)
-        shown = [f"{found.extra_ns / base:+.2%}" if found else "does not fit" for found in (here, there)]
+        shown = [model.shown(found.extra_ns) if found else "does not fit" for found in (here, there)]
         lines.append(
             f"| {one.planner} | {one.plan} | {one.saved_bytes / GIB:.2f} GiB | {one.peak_bytes / GIB:.2f} GiB "
-            f"| {one.extra_ns / base:+.2%} | {shown[0]} | {shown[1]} |"
+            f"| {model.shown(one.extra_ns)} | {shown[0]} | {shown[1]} |"
         )
-        if here is None or here.extra_ns > one.extra_ns:
-            wrong.append(f"{one.planner} {one.plan}")
+        name = f"{one.planner} {one.plan}".rstrip()
+        if here is None:
+            infeasible.append(name)
+        else:
+            gaps.append(((one.extra_ns - here.extra_ns) / (model.chain.plain_ns + here.extra_ns), name))
+            if here.extra_ns > one.extra_ns:
+                wrong.append(name)
+    gap, name = max(gaps)
+    lines += ["", f"Largest gap at equal peak: {name}, {gap:.1%} of the step."]
+    lines.append("No peer is faster at equal peak." if not wrong else f"Faster at equal peak: {'; '.join(wrong)}.")
+    if infeasible:
+        lines.append(f"Below the least that snugfit's plans need: {'; '.join(infeasible)}.")
     return lines, wrong
 
 
-def largest_gap(units: Sequence[Unit], points: Sequence[Point]) -> str:
-    whole, base = solver.frontier(units), gpt.plain_ns(BLOCKS)
-    pairs = [(one, whole.within(one.peak_bytes)) for one in points]
-    gaps = [((one.extra_ns - found.extra_ns) / (base + found.extra_ns), one) for one, found in pairs if found]
-    gap, one = max(gaps, key=lambda pair: pair[0])
-    return f"Largest gap at equal peak: {one.planner} {one.plan}".rstrip() + f", {gap:.1%} of the step."
-
-
-def curve(units: Sequence[Unit]) -> list[str]:
-    """Saved bytes against extra time of snugfit's plans, a quarter of them evenly chosen, and the peaks of these."""
-    found, base = solver.frontier(of_saved_bytes(units)), gpt.plain_ns(BLOCKS)
-    lines = ["| saved bytes | extra ns | extra time | peak of this plan |", "|---" * 4 + "|"]
+def curve(model: Model) -> list[str]:
+    """Saved bytes against extra time of snugfit's plans, some forty of them evenly chosen, and the peaks of these."""
+    found = solver.frontier(of_saved_bytes(model.units))
+    lines = ["| saved bytes | extra ns | extra time | peak of this plan | plan |", "|---" * 5 + "|"]
     for index in range(0, len(found.points), max(len(found.points) // 40, 1)):
         solution = found.solution(index)
-        peak, extra = simulate(units, solution.choices)
-        lines.append(f"| {solution.needed_bytes} | {extra} | {extra / base:+.2%} | {peak} |")
+        peak, extra = simulate(model.units, solution.choices, model.chain.floor_bytes)
+        lines.append(
+            f"| {solution.needed_bytes} | {extra} | {model.shown(extra)} | {peak} | {described(model, solution)} |"
+        )
     return lines
 
 
-def section(chunked: bool, decisions: Sequence[tuple[float, dict[str, float], float]]) -> tuple[list[str], list[str]]:
-    units = gpt_chain(BLOCKS, accumulates=False, chunked=chunked)
-    highest, lowest = solver.frontier(units).points[-1][0], nested.frontier(units).points[0][0]
-    budgets = [lowest + (highest - lowest) * k // 8 for k in range(9)]
+def described(model: Model, solution: Solution) -> str:
+    return options.describe(model.family.segments(model.chain, solution.choices))
+
+
+def traced(model: Model) -> list[str]:
+    """The chain's peaks beside those of traces of the very plans."""
+    found = solver.frontier(model.units, floor_bytes=model.chain.floor_bytes)
+    lines = ["| plan | peak by the chain | by its own trace |", "|---" * 3 + "|"]
+    for index in range(0, len(found.points), max(len(found.points) // 6, 1)):
+        solution = found.solution(index)
+        plan = replace(model.plan, recompute=model.family.segments(model.chain, solution.choices))
+        peak = estimate(model.job, plan, DEVICE).peak_allocated_bytes
+        lines.append(f"| {described(model, solution)} | {solution.needed_bytes} | {peak} |")
+    return lines
+
+
+def section(chunks: int, decisions: Sequence[tuple[float, dict[str, float], float]]) -> tuple[list[str], list[str]]:
+    model = Model(Plan(batch_size=BATCH, micro_batch_size=BATCH, precision="bf16-mixed", loss_chunks=chunks))
     shares = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
-    points = [*usual(units), *rotors(units, budgets), *partitions(units, shares), *sac(units, decisions)]
-    lines, wrong = compared(units, points)
-    gap = largest_gap(units, points)
-    print(*lines, gap, *wrong, sep="\n", flush=True)
-    title = f"## {'Loss in 8 chunks' if chunked else 'Plain loss'}"
-    held = "No peer is faster at equal peak." if not wrong else "Faster at equal peak: " + "; ".join(wrong) + "."
-    return [title, "", *lines, "", gap, held, "", "The curve (bytes and ns):", "", *curve(units), ""], wrong
+    points = [*usual(model), *rotors(model), *partitions(model, shares), *sac(model, decisions)]
+    lines, wrong = compared(model, points)
+    print(*lines, sep="\n", flush=True)
+    title = f"## {f'Loss in {chunks} chunks' if chunks > 1 else 'Plain loss'}"
+    own = ["", "The curve (bytes and ns):", "", *curve(model), "", "Some of its plans, traced:", "", *traced(model), ""]
+    return [title, "", *lines, *own], wrong
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="without sac_milp, which takes minutes")
+    parser.add_argument("--quick", action="store_true", help="without sac_milp")
+    parser.add_argument("--slow", action="store_true", help="sac_milp at 3.5 GiB too, which takes minutes")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/planning_peers.md")
     arguments = parser.parse_args()
     decisions = []
     if not arguments.quick:
-        graph = graph_of(gpt2.SMALL, gpt.BATCH)
-        for budget in (4.0, 2.5, 2.0, 1.5):
+        graph = graph_of(gpt2.SMALL, BATCH)
+        for budget in (4.0, *((3.5,) if arguments.slow else ()), 2.5, 2.0, 1.5):
             found = decided(graph, budget * GIB)
             if found is not None:
                 decisions.append((budget, dict(found.discarded), found.seconds))
     text, wrong = [], []
-    for chunked in (False, True):
-        lines, more = section(chunked, decisions)
+    for chunks in (1, CHUNKS):
+        lines, more = section(chunks, decisions)
         text, wrong = [*text, *lines], [*wrong, *more]
     if arguments.write:
+        given = "".join(f" --{name}" for name in ("quick", "slow") if getattr(arguments, name))
         head = [
             "# snugfit's planner beside its peers",
             "",
-            f"Modelled, `python benchmarks/planning/peers.py --write`, torch {torch.__version__}, Python "
+            f"Modelled, `python benchmarks/planning/peers.py{given} --write`, torch {torch.__version__}, Python "
             f"{platform.python_version()}, load {os.getloadavg()[0]:.1f}. GPT-2-small, batch 8 x 1024, bf16-mixed, "
-            "fused attention, residual dropout 0.1; A100 roofline: 200 TFLOP/s and 1.4 TB/s for each operation.",
+            f"fused attention, residual dropout 0.1, AdamW; {DEVICE.name}, rates assumed from its peaks.",
             "",
-            "`sac_milp` and the partitioner decide with torch's own code on the real shape; what they drop is priced "
-            "operation by operation on the same roofline. In backward, blocks of `sac_milp` get the least that any of "
-            "snugfit's options needs; the partitioner's peak is what is alive while its backward graph runs in its own "
-            "order. Compiled, its recomputed operations are fused, which this leaves out. `sac_milp` at 3.5 GiB takes "
-            "three minutes and is not in this run; in an earlier one, in which snugfit had fewer options, it cost "
-            "5.9 % against snugfit's 6.6 %. Two of snugfit's options (a feed-forward part whose matrix products are "
-            "kept, with and without attention) were added after such losses had been seen. Saved bytes are those at "
-            "the end of forward, or of a run of blocks while it is recomputed.",
+            "Bytes and times are those of snugfit's trace of the step, for everybody; the update is part of every "
+            "peak. `sac_milp` and the partitioner decide with torch's own code on the real shape, by the same times. "
+            "What `sac_milp` drops is executed as torch's selective checkpointing does it: of all sets of a module's "
+            "operations the fastest one that frees the share that it asks for; each operation that is not kept runs "
+            "again, up to the last one that saves anything. In backward its blocks get the least that any of "
+            "snugfit's options needs. The partitioner's peak is what is alive while its backward graph runs in its "
+            "own order; its operations cost what they cost in eager mode: compiled, they are fused, here as in what "
+            "is not recomputed. Saved bytes are those at the end of forward, or of a run of blocks while it is "
+            "recomputed.",
             "",
         ]
         (ROOT / "benchmarks" / "results" / "planning_peers.md").write_text("\n".join([*head, *text]), encoding="utf-8")

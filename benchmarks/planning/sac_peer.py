@@ -1,4 +1,4 @@
-"""What torch's ``sac_milp`` decides for a GPT-2 at its real shape, on the roofline of ``gpt``.
+"""What torch's ``sac_milp`` decides for a GPT-2 at its real shape, with the times of ``operations``.
 
 Entry points: ``graph_of`` (its statistics, once) and ``decided``. Nothing is executed: all of it runs on fake tensors.
 """
@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import gpt
 import torch
 from gpt2 import GPT, Shape
+from operations import DEVICE, nanoseconds
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools import runtime_estimator
 from torch.distributed._tools.ilp_utils import Graph, aggregate_stats, parse_module_info
@@ -21,6 +21,8 @@ from torch.distributed._tools.sac_estimator import SACEstimator
 from torch.distributed._tools.sac_ilp import sac_milp
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
+
+from snugfit.hardware import Device
 
 
 @dataclass(frozen=True)
@@ -33,26 +35,28 @@ class Decision:
     "Spent by the solver."
 
 
-def _roofline(cls: type, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
-    """Result and milliseconds of an operation, from the rates of ``gpt``."""
+def _roofline(device: Device, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+    """Result and milliseconds of an operation."""
     out = func(*args, **(kwargs or {}))
     if func._overloadpacket in runtime_estimator._IGNORE_OPS:
         return out, 0.0
     tensors = [one for one in pytree.tree_leaves((args, kwargs, out)) if isinstance(one, torch.Tensor)]
     count = flop_registry.get(func._overloadpacket)
     flops = count(*args, **(kwargs or {}), out_val=out) if count else 0
-    return out, gpt.roofline_ns(flops, sum(one.numel() * one.element_size() for one in tensors)) / 1e6
+    dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else "float32"
+    moved = sum(one.numel() * one.element_size() for one in tensors)
+    return out, nanoseconds(func.__name__, dtype, flops, moved, device) / 1e6
 
 
-def graph_of(shape: Shape, batch: int) -> Graph:
+def graph_of(shape: Shape, batch: int, device: Device = DEVICE, *, autocasts: bool = True) -> Graph:
     """The statistics that it decides with: memory, times and trade-offs of every module."""
-    RuntimeEstimator._roofline_estimate = classmethod(_roofline)
+    RuntimeEstimator._roofline_estimate = classmethod(lambda cls, *call: _roofline(device, *call))
     with FakeTensorMode():
         model = GPT(shape)
         ids = torch.zeros(batch, shape.context, dtype=torch.long)
 
         def step() -> None:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocasts):
                 loss = model(ids).float().sum()
             loss.backward()
 

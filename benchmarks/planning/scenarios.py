@@ -1,8 +1,9 @@
 """Plans every scenario of ``examples/`` for its cards: the page of tables, and the plans themselves.
 
-Run ``python benchmarks/planning/scenarios.py [--only NAME] [--write]``. Each plan is made in a process of its own, so
-that time and resident memory are those of one planning; ``--write`` keeps the plan in ``examples/plans`` and puts its
-section into ``benchmarks/results/planning_scenarios.md``. The status is 1 where a target is missed.
+Run ``python benchmarks/planning/scenarios.py [--only NAME] [--write] [--pages FOLDER]``. Each plan is made in a process
+of its own, so that time and resident memory are those of one planning; ``--write`` keeps the plan in ``examples/plans``
+and puts its section into ``benchmarks/results/planning_scenarios.md``; ``--pages`` writes what ``snugfit report`` shows
+of each plan. The status is 1 where a target is missed.
 """
 
 import argparse
@@ -77,8 +78,13 @@ SCENARIOS = (
 )
 
 
-def make(scenario: Scenario) -> dict[str, Any]:
-    """Plan one scenario here, and return its section, its plan and what the planning took."""
+def make(scenario: Scenario, pages: str = "") -> dict[str, Any]:
+    """Plan one scenario here, and return its section, its plan and what the planning took.
+
+    Args:
+        scenario: What is planned.
+        pages: Folder for its page; empty: no page is written.
+    """
     import diffusers  # noqa: F401
     import transformers  # noqa: F401
 
@@ -97,12 +103,24 @@ def make(scenario: Scenario) -> dict[str, Any]:
         lines, saved = describe_infeasible(error), None
     taken = {"wall_s": time.perf_counter() - began, "cpu_s": _cpu_seconds() - began_cpu}
     peak = max(resource.getrusage(who).ru_maxrss for who in _PROCESSES) * 1024
+    if pages and saved is not None:
+        write_page(Path(pages) / f"{scenario.name}.html", scenario, job, found)
     lines += [
         "",
         f"Planning took {taken['wall_s']:.0f} s ({taken['cpu_s']:.0f} s of CPU time; load {os.getloadavg()[0]:.1f} on "
         f"{os.cpu_count()} cores) above imports, with a largest resident set of {peak / (1 << 20):.0f} MiB.",
     ]
     return {"lines": lines, "plan": saved, "peak_bytes": peak, **taken}
+
+
+def write_page(file: Path, scenario: Scenario, job: Any, found: Any) -> None:
+    """What ``snugfit report`` writes of a plan that was kept."""
+    from snugfit import hardware
+    from snugfit.page import details, html
+
+    card, target = hardware.resolve(scenario.device), f"examples/{scenario.job}"
+    known = details.of(job, found.plan, card, found.budget_bytes, target=target, options={}, found=found)
+    html.write(file, known)
 
 
 _PROCESSES = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -137,7 +155,7 @@ def describe(found: Any) -> list[str]:
     lines += [f"- {name}: {reason}" for name, reason in found.reasons.items() if reason != "given"]
     lines += [f"- the job changes: {way.change}" for way in found.changes]
     lines += [f"- note: {note}" for note in found.notes]
-    lines += [f"- advice ({one.claim}): {one.text}" for one in found.advice]
+    lines += [f"- {one.topic}: {one.text}" for one in found.advice]
     return lines
 
 
@@ -160,9 +178,9 @@ def describe_infeasible(error: Any) -> list[str]:
     return lines
 
 
-def in_a_process(scenario: Scenario) -> dict[str, Any]:
+def in_a_process(scenario: Scenario, pages: str) -> dict[str, Any]:
     """What ``make`` returns, from a process of its own."""
-    command = [sys.executable, __file__, "--one", scenario.name]
+    command = [sys.executable, __file__, "--one", scenario.name, "--pages", pages]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LONGEST_S, check=False)
     if done.returncode:
@@ -209,17 +227,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="scenarios whose name begins so")
     parser.add_argument("--write", action="store_true", help="write the plans and the page")
+    parser.add_argument("--pages", default="", metavar="FOLDER", help="write the page of each plan here")
     parser.add_argument("--one", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        made = make(next(one for one in SCENARIOS if one.name == arguments.one))
+        made = make(next(one for one in SCENARIOS if one.name == arguments.one), arguments.pages)
         print(json.dumps(made))
         return 0
     held = True
     for scenario in SCENARIOS:
         if not scenario.name.startswith(arguments.only):
             continue
-        made = in_a_process(scenario)
+        made = in_a_process(scenario, arguments.pages)
         failures = missed(scenario, made)
         held &= not failures
         lines = [*made["lines"], *(f"\nTarget missed: {failure}." for failure in failures)]

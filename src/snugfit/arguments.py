@@ -3,6 +3,7 @@
 Entry points: ``Request`` and its kinds, whose fields are the arguments and options. Acting on them is ``cli``'s.
 """
 
+import difflib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from snugfit.training import checkpointing, splitting
 
 _DEFAULT_BATCH_SIZE = 32
 _PROOF_BATCH_SIZE, _PROOF_MICRO_BATCHES = 8, 3
+_FORMS = ("none", "blocks", "every", "segments", "match")
+"Of what to recompute."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ class Request(Output):
     def card(self) -> tuple[hardware.Device, int]:
         """The device and the budget in bytes; without ``--budget`` all of its memory that the allocator may take."""
         card = hardware.resolve(self.device)
-        budget_bytes = card.memory_bytes if self.budget is None else sizes.parse(self.budget)
+        budget_bytes = card.memory_bytes if self.budget is None else size("--budget", self.budget)
         if card.kind == "cuda":
             limit = allocator_settings.from_environment().limit_bytes(card.memory_bytes)
             budget_bytes = budget_bytes if limit is None else min(budget_bytes, limit + card.context_bytes)
@@ -342,6 +345,23 @@ class TrainRequest(PlannedRequest):
         return plan, tracing.estimate(job, plan, card)
 
 
+def size(option: str, text: str) -> int:
+    """The size that an option gives, in bytes.
+
+    Raises:
+        PlanError: Not a size, or a small number whose unit was forgotten.
+    """
+    num_bytes = sizes.parse(text)
+    if text.strip().isdigit() and num_bytes < sizes.MIB:
+        raise PlanError(
+            f"{option} has no unit, and so few bytes hold nothing",
+            got=f"{option} {text}",
+            expected="a size with its unit; a number alone is bytes",
+            hint=f"did you mean {option} {num_bytes}MiB or {option} {num_bytes}GiB?",
+        )
+    return num_bytes
+
+
 def _segments(text: str, job: Job) -> tuple[Segment, ...]:
     if text == "none":
         return ()
@@ -357,9 +377,12 @@ def _segments(text: str, job: Job) -> tuple[Segment, ...]:
         return checkpointing.every(model, number, keep)
     if kind == "match" and value:
         return checkpointing.match(model, value, keep)
+    near = [] if kind in _FORMS else difflib.get_close_matches(kind, _FORMS, 1)
     raise PlanError(
         "cannot read what to recompute",
         got=f"--recompute {text}",
         expected="none | blocks | every:K | segments | segments:N | match:PATTERN, and @POLICY behind it",
-        hint="write for example --recompute every:2, or blocks@keep-matmul",
+        hint=f"did you mean --recompute {near[0]}{text[len(kind) :]}?"
+        if near
+        else "write for example --recompute every:2, or blocks@keep-matmul",
     )

@@ -31,6 +31,7 @@ from snugfit.arguments import (
     ReportRequest,
     SearchRequest,
     TrainRequest,
+    size,
 )
 from snugfit.errors import DeviceMemoryError, InfeasibleError, NonFiniteError, PlanError, SnugfitError
 from snugfit.jobs import Job
@@ -281,7 +282,7 @@ def _train(request: TrainRequest, job: Job) -> int:
 
 
 def _train_capped(request: TrainRequest, job: Job) -> int:
-    cap_bytes = sizes.parse(request.memory_cap or "")
+    cap_bytes = size("--memory-cap", request.memory_cap or "")
     if request.device not in ("auto", "cpu"):
         raise PlanError(
             "a memory cap is for training on the CPU",

@@ -17,7 +17,7 @@ from snugfit.errors import PlanError, warn
 
 VERSION = 1
 PRECISIONS = ("32-true", "16-mixed", "bf16-mixed", "bf16-true")
-SEGMENT_POLICIES = ("full", "offload", "keep-matmul", "keep-attention")
+SEGMENT_POLICIES = ("full", "offload", "keep-matmul", "keep-attention", "keep-last", "keep-attention-last")
 _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": PRECISIONS,
     "norm_policy": ("micro", "window", "frozen"),
@@ -43,7 +43,8 @@ class Segment:
         modules: Fully qualified names of modules that run one after the other; one name may be a plain string.
         policy: ``"full"`` keeps the inputs only; ``"offload"`` recomputes nothing and moves saved tensors to the host;
             ``"keep-matmul"`` (matrix products, convolutions and attention) and ``"keep-attention"`` also keep the
-            results of those operations, ``"keep:mm,addmm"`` those of torch's operators with these names.
+            results of those operations, ``"keep-last"`` that of each module's last matrix product,
+            ``"keep-attention-last"`` both, ``"keep:mm,addmm"`` those of torch's operators with these names.
 
     Raises:
         PlanError: No module, or an unknown policy.

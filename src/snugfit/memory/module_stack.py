@@ -16,6 +16,9 @@ from torch.nn.modules import module as module_hooks
 from snugfit.memory import torch_private
 from snugfit.memory.events import Border, Recording
 
+_COMPILED = "_orig_mod"
+"Under which name torch.compile's wrapper holds a module, whose name it gets."
+
 
 class ModuleStack:
     """Follows the modules of the process while a step is recorded.
@@ -79,7 +82,7 @@ class ModuleStack:
             self._roots.append(weakref.ref(root))
             for name, module in root.named_modules():
                 if self._name_of(module) is None:
-                    full = ".".join(part for part in (prefix, name) if part)
+                    full = ".".join(part for part in (prefix, *name.split(".")) if part not in ("", _COMPILED))
                     self._names[id(module)] = (weakref.ref(module), full)
         return [(self._name_of(module) or "", module) for module in root.modules()]
 
@@ -99,8 +102,8 @@ class ModuleStack:
             prefix, number = f"{type(root).__name__}-{number}", number + 1
         return prefix
 
-    def _held_by(self, parent: nn.Module, _: str, module: nn.Module | None) -> None:
-        if module is not None:
+    def _held_by(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        if module is not None and name != _COMPILED:
             self._parents[id(module)] = (weakref.ref(module), weakref.ref(parent))
 
     def _outermost(self, module: nn.Module) -> nn.Module:
@@ -116,16 +119,20 @@ class ModuleStack:
     def _enter(self, module: nn.Module, _: Any) -> None:
         name = self._name_of(module)
         if name is None:
-            root = self._outermost(module)
-            if self._name_of(root) is not None or all(module is not part for part in root.modules()):
-                root = module  # made later than its model was named, or taken out of it
-            self.name(root)
-            self._on_root(root)
-            name = self._name_of(module) or ""
+            name = self._new_name_of(module.__dict__["_modules"].get(_COMPILED, module))
+            self._names[id(module)] = (weakref.ref(module), name)
         self._ids.append(id(module))
         self._running.append(name)
         self._note()
         self._note_border(name, is_entered=True)
+
+    def _new_name_of(self, module: nn.Module) -> str:
+        root = self._outermost(module)
+        if self._name_of(root) is not None or all(module is not part for part in root.modules()):
+            root = module  # made later than its model was named, or taken out of it
+        self.name(root)
+        self._on_root(root)
+        return self._name_of(module) or ""
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         while self._ids and self._ids.pop() != id(module):

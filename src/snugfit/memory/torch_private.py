@@ -267,9 +267,11 @@ def subclasses_on_host() -> Iterator[None]:
     """Let tensor subclasses made of fake tensors be of the host, as those are for torch's C++ code."""
     original: Any = torch.Tensor._make_wrapper_subclass
 
-    def make(*args: Any, device: Any = None, **kwargs: Any) -> Any:
-        is_card = device is not None and torch.device(device).type == "cuda"
-        return original(*args, device=torch.device("cpu") if is_card else device, **kwargs)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = torch.device("cpu")
+        return original(*args, **kwargs)
 
     with mock.patch.object(torch.Tensor, "_make_wrapper_subclass", staticmethod(make)):
         yield

@@ -29,6 +29,7 @@ from snugfit.memory.cuda.semantics import cuda_semantics
 from snugfit.memory.cuda.target import target_of
 from snugfit.memory.known_values import reading
 from snugfit.memory.recording import Recorder
+from snugfit.memory.reporting import offload_gain
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory.steps import (
     compilation,
@@ -127,7 +128,9 @@ def estimate(job: Job, plan: Plan, device: str | hardware.Device = "auto") -> Me
         PlanError: The job or the plan contradicts itself.
         BatchError: The batch cannot be cut.
     """
-    return record_job(job, plan, hardware.resolve(device)).report()
+    target = hardware.resolve(device)
+    report = record_job(job, plan, target).report()
+    return offload_gain.told(report, plan, target.kind, lambda other: record_job(job, other, target).report())
 
 
 @surroundings.default_modes()
@@ -250,7 +253,7 @@ def record(
         placement = Placement(recorder, is_card=cuda)
         stack.enter_context(torch_private.modules_converted_in_place(placement.keep))
         stack.enter_context(torch_private.engine_entered(placement))
-        stack.enter_context(compilation.off(assume))
+        stack.enter_context(compilation.kept_as_compiled(recorder))
         stack.enter_context(reading.files_not_written(assume))
         stack.enter_context(pretrained_weights.without_values(recorder))
         stack.enter_context(inference.as_without_gradients())

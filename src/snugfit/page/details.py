@@ -83,6 +83,8 @@ class Details:
     "Field of the plan to the reason of its value."
     notes: tuple[str, ...] = ()
     "Of the search: what a reader of its numbers must know."
+    advice: Mapping[str, str] = field(default_factory=dict)
+    "Topic to what the plan means for it."
 
     def considered(self, plan: Plan) -> Considered | None:
         """The numbers of a plan that the search met."""
@@ -192,11 +194,8 @@ def _searched(found: PlanReport) -> dict[str, Any]:
         "frontier": tuple(_point(candidate) for candidate in found.frontier),
         "runner_up": found.runner_up,
         "reasons": dict(found.reasons),
-        "notes": (
-            *(f"the job must change: {way.change}" for way in found.changes),
-            *found.notes,
-            *(advice.text for advice in found.advice),
-        ),
+        "notes": (*(f"the job must change: {way.change}" for way in found.changes), *found.notes),
+        "advice": {advice.topic: advice.text for advice in found.advice},
     }
 
 

@@ -8,6 +8,8 @@ from snugfit.page import markup, modules, over_time, run_figures, techniques, tr
 from snugfit.page.details import Details
 from snugfit.page.drawing import BESIDE, COLOURS, Unit, plain
 from snugfit.page.run_folder import Run
+from snugfit.planning.ladder import blocks_of, short_line
+from snugfit.planning.script import Line, script
 from snugfit.plans import Plan
 from snugfit.tables import plan_line
 
@@ -28,6 +30,7 @@ def body(details: Details, run: Run | None) -> str:
         (
             _head(details, run, unit),
             _run(run, details, unit) if run is not None else "",
+            _script(details),
             _trade(details, unit) if is_searched else _NOT_SEARCHED,
             _ladder(details, unit) if is_searched else "",
             _over_time(details, unit) if details.timeline else "",
@@ -83,6 +86,25 @@ def _in_words(plan: Plan) -> str:
     return f"{share} samples go through the model {cut}{ranks}; {_PRODUCTS[plan.precision]}; {again}."
 
 
+def _script(details: Details) -> str:
+    lines = script(details.plan, "cpu" if details.memory.device == "cpu" else "cuda")
+    return markup.section(
+        "What to change in your script",
+        "<h3>With snugfit</h3>\n",
+        _code(lines.snugfit),
+        "<h3>Or without it</h3>\n",
+        _code(lines.pytorch),
+    )
+
+
+def _code(lines: tuple[Line, ...]) -> str:
+    width = max(len(line.code) for line in lines)
+    shown = (
+        f"{plain(code.ljust(width))}  <i># {plain(comment)}</i>" if comment else plain(code) for code, comment in lines
+    )
+    return f'<pre class="wide">{"<br>".join(shown)}</pre>\n'
+
+
 def _run(run: Run, details: Details, unit: Unit) -> str:
     figures = _run_figures(run, details, unit) if run.steps else ""
     return markup.section("The run", figures, *(f'<p class="quiet">{plain(note)}</p>\n' for note in run.notes))
@@ -117,11 +139,11 @@ def _trade(details: Details, unit: Unit) -> str:
 
 
 def _ladder(details: Details, unit: Unit) -> str:
-    first = details.ladder[0].step_time_s
+    first, blocks = details.ladder[0].step_time_s, blocks_of(details.ladder)
     rows = [
         (
             f"<b>{plain(rung.name)}</b>" if rung.plan == details.plan else plain(rung.name),
-            plain(plan_line(rung.plan)),
+            plain(short_line(rung.plan, blocks)),
             unit.text(rung.peak_allocated_bytes),
             unit.text(rung.peak_reserved_bytes),
             unit.text(rung.needed_bytes),
@@ -204,9 +226,17 @@ def _frontier(details: Details, unit: Unit) -> str:
 
 
 def _reasons(details: Details) -> str:
-    rows = [(plain(name), plain(_value(details.plan, name)), plain(why)) for name, why in details.reasons.items()]
-    notes = "".join(f"<p>{plain(note)}</p>\n" for note in details.notes)
-    return markup.section("Why this plan", markup.table(("field", "value", "reason"), rows), notes)
+    rows = [
+        (plain(name), f'<span class="whole">{plain(_value(details.plan, name))}</span>', plain(why))
+        for name, why in details.reasons.items()
+    ]
+    known = [(plain(topic), plain(text)) for topic, text in details.advice.items()]
+    return markup.section(
+        "Why this plan",
+        markup.table(("field", "value", "reason"), rows),
+        markup.sentences("Worth knowing", details.notes),
+        markup.table(("about", "what this plan means for it"), known) if known else "",
+    )
 
 
 def _value(plan: Plan, name: str) -> str:

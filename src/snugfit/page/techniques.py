@@ -9,8 +9,8 @@ from dataclasses import dataclass, fields
 
 from snugfit.page.details import Considered, Details
 from snugfit.page.drawing import Unit, plain
+from snugfit.planning.ladder import blocks_of, short_line
 from snugfit.plans import Plan
-from snugfit.tables import plan_line
 
 _BITS = {"32-true": 24, "16-mixed": 11, "bf16-mixed": 8, "bf16-true": 8}
 "Significant bits of what matrix products read, the hidden one included."
@@ -83,7 +83,8 @@ def _panel(technique: _Technique, details: Details, unit: Unit) -> str:
     else:
         before, after = pair
         rows = "".join(_row_html(row, technique) for row in _rows(before, after, unit))
-        compared = f"{plain(plan_line(before.plan))} &rarr; {plain(plan_line(after.plan))}"
+        blocks = blocks_of(details.ladder)
+        compared = " &rarr; ".join(plain(short_line(one.plan, blocks)) for one in pair)
         body = f'<p class="quiet">{compared}</p><table class="trade"><tbody>{rows}</tbody></table>'
     return f'<section class="panel">{head}<p>{technique.sentence}</p>{body}</section>'
 

@@ -152,8 +152,11 @@ def _memory_axis(unit: Unit, lowest: int, right: float) -> Figure:
     title = f"needed, {unit.name}"
     if right <= _LARGE_RATIO * unit.of(lowest):
         return axis(title, range=[0, 1.08 * right])
+    ends = math.log10(0.8 * unit.of(lowest)), math.log10(1.2 * right)
+    powers = range(math.floor(ends[0]), math.ceil(ends[1]) + 1)
+    ticks = [digit * 10**power for power in powers for digit in (1, 2, 5)]  # plotly's own would say 2 for 20
     return axis(
-        f"{title} (logarithmic)", type="log", range=[math.log10(0.8 * unit.of(lowest)), math.log10(1.2 * right)]
+        f"{title} (logarithmic)", type="log", range=list(ends), tickvals=ticks, ticktext=[f"{at:g}" for at in ticks]
     )
 
 

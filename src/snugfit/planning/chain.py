@@ -26,6 +26,19 @@ class Option:
     'Time beside that of ``"nothing"``.'
 
 
+@dataclass(frozen=True, slots=True)
+class KeptInRun:
+    """What a unit keeps in a run whose segment has a policy, and what is run again of it."""
+
+    policy: str
+    kept_bytes: int
+    "Results that are kept, beside the input of the run."
+    again_ns: int
+    "Time of its repetition: its forward without the operations of these results."
+    last_ns: int
+    "The same where it is the last unit of the run, behind whose last saved tensor nothing is run again."
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
     """One link of the chain.
@@ -48,6 +61,8 @@ class Unit:
     "Whether a segment may run over the border to the next unit."
     tail_ns: int = 0
     "Part of ``forward_ns`` that is not run again where recomputation ends with this unit, as nothing needs it."
+    in_runs: tuple[KeptInRun, ...] = ()
+    "Policies that a run of such units may have."
 
     def __post_init__(self) -> None:
         assert self.options, "a unit can be run in at least one way"
@@ -69,6 +84,8 @@ class Span:
     "Name of the option of the one unit; None: the units are recomputed as one segment."
     inner: tuple["Span", ...] = ()
     "How the units of a segment run while it is recomputed; empty: all of them keep everything."
+    policy: str | None = None
+    "Of the segment of several units; None: it keeps its input alone."
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Entry points: ``step_time``, ``breakdown``, ``times`` and ``uncertainty``. Rates are those that were measured
 (``Device.rates``, see ``calibration``), else assumed from the device's peaks (``assumed_rates``). Left out:
-communication, data loading, host synchronisation, and which tensors a cache still holds.
+reducing gradients between cards (``links``), data loading, host synchronisation, and which tensors a cache still holds.
 
 NOTE [What an operation costs]
 1. Its work: arithmetic at the rate of its kind, dtype and side, and traffic at the rate of its name and size: the

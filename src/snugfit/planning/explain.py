@@ -11,6 +11,7 @@ from torch import nn
 from snugfit import sizes
 from snugfit.errors import InfeasibleError
 from snugfit.hardware import Device
+from snugfit.memory.reporting.advice import OF_CROSS_ENTROPY
 from snugfit.memory.reports import MemoryReport
 from snugfit.planning import cost, options, units, ways_out
 from snugfit.planning.chain import NOTHING
@@ -21,6 +22,10 @@ from snugfit.plans import Plan
 from snugfit.training import norms
 
 _STATIC = ("parameter", "buffer", "gradient", "optimizer")
+_MUCH_OF_PEAK = 0.2
+"Share of the peak from which on the loss is worth changing."
+_NAMED_LAYERS = 2
+"Layers that a reason names; a ResNet has 53 of a kind."
 
 
 def reasons(
@@ -58,12 +63,16 @@ def reasons(
         "the job's own choice is kept" if plan.optimizer_impl == "as-given" else "its update takes less time or memory"
     )
     found.setdefault("optimizer_impl", own)
+    if plan.world_size > 1:
+        more = f"in every micro-step they would be sent {plan.accumulation_steps} times, and take no less memory"
+        found.setdefault("sync", "gradients are reduced once per update" + (f"; {more}" if plan.accumulation_steps > 1 else ""))
     if plan.loss_chunks > 1:
         chunks = f"the loss is computed in {plan.loss_chunks} parts: their logits are never all there"
         found.setdefault("loss_chunks", chunks)
     found.setdefault(
         "norm_policy",
-        f"{norms.listed(coupled)} normalise micro-batches instead of the batch: not equivalent to the full batch"
+        f"{norms.listed(coupled, _NAMED_LAYERS)} normalise micro-batches instead of the batch: not equivalent to the "
+        "full batch"
         if coupled and plan.accumulation_steps > 1 and plan.norm_policy != "frozen"
         else "no BatchNorm layer is affected",
     )
@@ -145,10 +154,39 @@ def notes(ladder: Sequence[Rung], chosen: Plan, device: Device, model: nn.Module
             f"BatchNorm sees micro-batches of {chosen.micro_batch_size}; in the rung {fastest.name!r} it would see the "
             f"whole batch, for {slower:.0%} more time: fix micro_batch_size={fastest.plan.micro_batch_size}"
         )
-    if mixed is None and device.kind == "cpu" and not device.fast_bfloat16:
-        found.append("no lower precision is proposed: this device multiplies bf16 and fp16 more slowly than fp32")
-    found.append(f"step times are modelled, {cost.uncertainty(device):.0%} either way; ratios between plans are surer")
+    if chosen.accumulation_steps > 1 or chosen.recompute:  # else the memory is there
+        own = next((rung for rung in ladder if rung.plan == chosen), last)
+        found += _on_class_scores("the peak", own.memory) or _on_class_scores("the full batch's peak", plain.memory)
+    if device.kind == "cpu":
+        found.append(
+            "the budget is for tensors, what kernels need beside them, and a margin; Python, torch and the workers of "
+            "a DataLoader take theirs besides (train --memory-cap counts those in)"
+        )
+    found.append(_on_times(device))
     return tuple(found)
+
+
+def _on_times(device: Device) -> str:
+    uncertainty = f"{cost.uncertainty(device):.0%} either way"
+    if device.rates is None:
+        return f"step times are modelled, {uncertainty}; ratios between plans are surer"
+    return (
+        f"step times are modelled from measured rates, {uncertainty} while the device does nothing else, and more "
+        "under load; ratios between plans are surer"
+    )
+
+
+def _on_class_scores(what: str, memory: MemoryReport) -> list[str]:
+    """What a cross entropy that is not computed in chunks holds at a peak, where that is much of it."""
+    num_bytes = sum(holder.num_bytes for holder in memory.holders if holder.op in OF_CROSS_ENTROPY)
+    share = num_bytes / max(memory.peak_allocated_bytes, 1)
+    if share < _MUCH_OF_PEAK:
+        return []
+    return [
+        f"class scores within the loss are {sizes.text(num_bytes)} of {what}, {share:.0%}: where the loss is "
+        "snugfit.chunked_cross_entropy(hidden, head.weight, labels, chunks=None), the plan chooses how few are alive "
+        "at once"
+    ]
 
 
 def infeasible(
@@ -169,6 +207,7 @@ def infeasible(
         hint += "freeze weights, or take a larger device"
     else:
         hint = "use an optimizer with less state, shorter inputs, or a larger device"
+    hints = [*_unitless(budget_bytes), hint, *_on_class_scores("the peak", memory), *ways_out.sentences(ways)]
     return InfeasibleError(
         f"no plan fits the budget of {sizes.text(budget_bytes)} on {device.name}",
         got=f"the smallest candidate needs {sizes.text(memory.needed_bytes)} "
@@ -176,10 +215,17 @@ def infeasible(
         f"recompute={options.describe(plan.recompute)}): {held}; "
         f"context {sizes.text(memory.context_bytes)}, margin {sizes.text(memory.margin_bytes)}",
         expected=f"peak reserved, context and margin together <= {sizes.text(budget_bytes)}",
-        hint="\n      ".join([hint, *ways_out.sentences(ways)]),
+        hint="\n      ".join(hints),
         ways=tuple(ways),
         smallest=memory,
         plan=plan,
         budget_bytes=budget_bytes,
         static_bytes=static,
     )
+
+
+def _unitless(budget_bytes: int) -> list[str]:
+    """What to say of a budget that nobody can mean: a number whose unit was forgotten."""
+    if budget_bytes >= sizes.MIB:
+        return []
+    return [f'a number without a unit is bytes: did you mean "{budget_bytes}MiB" or "{budget_bytes}GiB"?']

@@ -14,7 +14,8 @@ from snugfit.memory.events import Work
 from snugfit.memory.steps import leftovers
 from snugfit.planning import cost, units
 from snugfit.planning.chain import NOTHING, Option, Span, Unit
-from snugfit.planning.cutting import Element, Measures, measure
+from snugfit.planning.cutting import Element, Measures, Sizes, measure
+from snugfit.planning.kept_results import kept_in_runs
 from snugfit.planning.probing import Probe
 from snugfit.planning.scaling import ScaledTrace
 from snugfit.planning.unit_runs import run_prices
@@ -46,8 +47,8 @@ class Chain:
         for span in choices:
             unit = moved[span.first]
             if span.option is None:
-                price = next(islice(run_prices(moved, span.first), span.last - span.first - 1, None))
-                own, more = price.need_bytes, unit.input_bytes
+                price = next(islice(run_prices(moved, span.first, span.policy), span.last - span.first - 1, None))
+                own, more = price.need_bytes, price.kept_bytes
             else:
                 option = next(option for option in unit.options if option.name == span.option)
                 forward = unit.forward_static_bytes + option.forward_bytes
@@ -105,7 +106,7 @@ class Family:
     def _segments(self, chain: Chain, choices: Sequence[Span]) -> Iterator[Segment]:
         for span in choices:
             if span.option is None:
-                yield Segment(chain.names[span.first : span.last + 1])
+                yield Segment(chain.names[span.first : span.last + 1], span.policy or units.FULL)
                 yield from self._segments(chain, span.inner)
             elif span.option != NOTHING:
                 name = chain.names[span.first]
@@ -119,6 +120,7 @@ class Family:
         first = number == 1
         elements = self._elements(0, first)
         surroundings = self._of_trace(0, size, first)
+        sizes, spent = self._base.birth_bytes(size), _work_ns(self._base, size)
         built, held = [], []
         left_alive = self._left_alive(size, number)
         for place, element in enumerate(elements):
@@ -139,6 +141,7 @@ class Family:
                     forward_ns=again_ns,
                     joins_next=full is not None and (element.unit, after) in self.probe.joined,
                     tail_ns=0 if full is None else again_ns - full.extra_ns,
+                    in_runs=kept_in_runs(self._base.base.recording, element, sizes, spent, again_ns, options),
                 )
             )
             held.append(holds)
@@ -232,9 +235,14 @@ class Family:
 
 def measured(trace: ScaledTrace, elements: Sequence[Element], micro_batch_size: int) -> tuple[Measures, ...]:
     """The measures of the elements of a trace at another micro-batch size."""
-    times = 1e9 * np.array(cost.times(trace.work(micro_batch_size), trace.base.device))
-    work_ns = np.rint(times).astype(np.int64)
+    work_ns = _work_ns(trace, micro_batch_size)
     return measure(trace.base.recording, elements, trace.birth_bytes(micro_batch_size), work_ns)
+
+
+def _work_ns(trace: ScaledTrace, micro_batch_size: int) -> Sizes:
+    """Time of each piece of a trace's work at another micro-batch size."""
+    times = 1e9 * np.array(cost.times(trace.work(micro_batch_size), trace.base.device))
+    return np.rint(times).astype(np.int64)
 
 
 def update(trace: ScaledTrace, micro_batch_size: int) -> tuple[int, int]:

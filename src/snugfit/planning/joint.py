@@ -18,7 +18,7 @@ from snugfit.errors import BatchError, SnugfitError
 from snugfit.hardware import Device
 from snugfit.jobs import Job
 from snugfit.memory.reports import margin_bytes
-from snugfit.planning import nested, options, probing, solver, units
+from snugfit.planning import links, nested, options, probing, solver, units
 from snugfit.planning.chain import NOTHING, Solution, Span
 from snugfit.planning.families import Chain, Family
 from snugfit.planning.learning import Kind, Learnt, family_of, kind_of
@@ -289,7 +289,15 @@ class JointSearch:
 
     def _seconds(self, plan: Plan, chain: Chain, extra_ns: int) -> float:
         rounds = plan.samples_per_rank / plan.micro_batch_size
-        return (rounds * (chain.plain_ns + extra_ns) + chain.update_ns) / 1e9
+        computing = (rounds * (chain.plain_ns + extra_ns) + chain.update_ns) / 1e9
+        if plan.world_size == 1:
+            return computing
+        backward = _SHARE_OF_BACKWARD * (chain.plain_ns + extra_ns) / 1e9
+        return computing + links.added_seconds(plan, self._gradient_bytes(plan), self.device, backward_s=backward)
+
+    def _gradient_bytes(self, plan: Plan) -> int:
+        size = 2 if plan.precision == "bf16-true" and plan.gradient_dtype == "parameter" else 4
+        return size * sum(each.numel() for each in self.model.parameters() if each.requires_grad)
 
     def _family(self, plan: Plan) -> Family:
         """The family of a plan; one for every size where sizes cannot be interpolated."""
@@ -312,6 +320,8 @@ class JointSearch:
         return self._families[name, size]
 
 
+_SHARE_OF_BACKWARD = 2 / 3
+"Of a micro-step: two products for each one of forward."
 _POINTS = 24
 "Points of a frontier at one micro-batch size."
 

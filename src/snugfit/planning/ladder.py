@@ -1,19 +1,22 @@
 """The ladder: one technique after the other, with numbers, until the job fits, then the fastest combination.
 
-Entry points: ``Rung`` and ``Candidate``. The order is the one a person would try (least change, most effect first):
-full batch in fp32, then mixed precision, then accumulation, then activation checkpointing of every block.
+Entry points: ``Rung`` and ``Candidate``, and ``short_line``, a plan as their tables show it. The order is the one a
+person would try: full batch in fp32, mixed precision, accumulation, activation checkpointing of every block, the best.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from snugfit.memory.reports import MemoryReport
-from snugfit.plans import Plan
+from snugfit.plans import Plan, Segment
 
 FULL_BATCH = "full batch"
 MIXED_PRECISION = "mixed precision"
 ACCUMULATION = "gradient accumulation"
 CHECKPOINTING = "activation checkpointing"
 CHOSEN = "chosen plan"
+_PRECISIONS = {"32-true": "fp32", "16-mixed": "fp16", "bf16-mixed": "bf16", "bf16-true": "bf16 weights"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,3 +52,38 @@ class Candidate:
     "Modelled seconds of one update."
     memory: MemoryReport | None = None
     "Where the plan was traced by itself; the others are put together from the traces of their parts."
+
+
+class _Named(Protocol):
+    """A rung, as a search makes it or as a page reads it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def plan(self) -> Plan: ...
+
+
+def blocks_of(ladder: Iterable[_Named]) -> tuple[Segment, ...]:
+    """All blocks of the model as segments: those of the rung that recomputes every block; nothing without it."""
+    return next((rung.plan.recompute for rung in ladder if rung.name == CHECKPOINTING), ())
+
+
+def short_line(plan: Plan, blocks: tuple[Segment, ...] = ()) -> str:
+    """A plan in a few words for a column: what a search varies; ``tables.plan_line`` has all of it.
+
+    Args:
+        plan: Of a batch size that is said elsewhere.
+        blocks: All blocks of the model as segments, where they are known.
+    """
+    words = [f"{plan.accumulation_steps} x {plan.micro_batch_size}", _PRECISIONS[plan.precision]]
+    if plan.recompute:
+        policies = {segment.policy for segment in plan.recompute}
+        is_all = [s.modules for s in plan.recompute] == [s.modules for s in blocks]
+        count = len(plan.recompute)
+        what = "every block" if is_all else f"{count} segment{'s' if count > 1 else ''}"
+        words.append(what if policies == {"full"} else f"{what} {'/'.join(sorted(policies))}")
+    if plan.optimizer_impl != "as-given":
+        words.append(f"{plan.optimizer_impl} update")
+    if plan.loss_chunks > 1:
+        words.append(f"loss in {plan.loss_chunks}")
+    return ", ".join(words)

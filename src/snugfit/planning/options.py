@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from snugfit.errors import PlanError
 from snugfit.hardware import Device
+from snugfit.planning import cost
 from snugfit.plans import Segment
 from snugfit.training import precision
 
@@ -31,10 +32,20 @@ def precisions(device: Device, fixed: Mapping[str, Any]) -> tuple[Option, ...]:
         _check_precision(fixed["precision"], device)
         return (Option(fixed["precision"], "given"),)
     plain = Option("32-true", "full precision")
-    if device.kind == "cpu" and device.fast_bfloat16:
-        return plain, Option("bf16-mixed", f"{device.name} multiplies bf16 in tiles of its own")
+    if device.kind == "cpu":
+        if device.fast_bfloat16:
+            return plain, Option("bf16-mixed", f"this CPU multiplies bf16 {_bfloat16_gain(device)}")
+        how = "is taken to multiply" if device.rates is None else "was measured to multiply"
+        return (Option(plain.value, f"this CPU {how} bf16 and fp16 more slowly"),)
     name, reason = precision.resolve("auto", device)
     return (Option(name, reason),) if name == plain.value else (plain, Option(name, reason))
+
+
+def _bfloat16_gain(device: Device) -> str:
+    if device.rates is None:
+        return "in tiles of its own, which is taken to be faster than fp32"
+    gain = cost.reached_rate("bfloat16", device) / cost.reached_rate("float32", device)
+    return f"{gain:.1f} times as fast as fp32 (measured)"
 
 
 def _check_precision(given: str, device: Device) -> None:

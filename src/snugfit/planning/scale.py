@@ -40,8 +40,8 @@ LINEAR_UP_TO = 8
 class Advice:
     """One sentence about a plan, with the numbers in it."""
 
-    claim: str
-    "The common advice that it makes concrete, such as ``T3`` of ``docs/claims.md``."
+    topic: str
+    "What it is about, in a word or two: ``accumulation``, ``learning rate``."
     text: str
     numbers: Mapping[str, float]
 
@@ -123,7 +123,7 @@ def advice(
     num_cards = plan.world_size if cards is None else cards
     found = [*_on_steps(plan, memory)]
     if num_cards > 1:
-        found += _on_cards(plan, memory, num_cards, links.between(device) if link is None else link)
+        found.append(_on_cards(plan, memory, num_cards, links.between(device) if link is None else link))
     found += _on_learning_rate(plan, reference_batch_size)
     if plan.accumulation_steps > CLIP_BEYOND and max_grad_norm is None:
         found.append(_on_clipping(plan))
@@ -140,42 +140,31 @@ def _on_steps(plan: Plan, memory: MemoryReport) -> Iterator[Advice]:
     saved = max(memory.at("forward end").get("saved", 0), memory.by_category.get("saved", 0))
     whole = saved * plan.samples_per_rank // plan.micro_batch_size
     ranges = (
-        (MEMORY_STEPS, f"what one card short of memory takes ({MEMORY_STEPS[0]}-{MEMORY_STEPS[1]})"),
-        (CARD_STEPS, f"what saves synchronisations between cards ({CARD_STEPS[0]}-{CARD_STEPS[1]})"),
-        (LARGE_STEPS, f"for very large batches ({LARGE_STEPS[0]}-{LARGE_STEPS[1]})"),
+        (MEMORY_STEPS, "on one card short of memory"),
+        (CARD_STEPS, "to save synchronisations between cards"),
+        (LARGE_STEPS, "for very large batches"),
     )
-    usual = [text for (low, high), text in ranges if low <= steps <= high]
+    usual = [f"{low}-{high} are usual {what}" for (low, high), what in ranges if low <= steps <= high]
     yield Advice(
-        "T3",
-        f"{steps} accumulation steps: {' and '.join(usual) or 'outside of the usual ranges 2-8, 4-16 and 32-128'}; a "
-        f"micro-batch keeps {sizes.text(saved)} for backward, the whole batch at once would keep about "
-        f"{sizes.text(whole)}",
+        "accumulation",
+        f"{steps} steps ({', '.join(usual) or 'outside of the usual 2-8, 4-16 and 32-128'}): for backward a "
+        f"micro-batch keeps {sizes.text(saved)}, the whole batch would keep about {sizes.text(whole)}",
         {"accumulation_steps": steps, "saved_bytes": saved, "saved_bytes_of_batch": whole},
     )
     if steps > CHECKPOINT_BEYOND and not plan.recompute:
         per_sample = saved / plan.micro_batch_size
         yield Advice(
-            "T19",
-            f"beyond {CHECKPOINT_BEYOND} steps checkpointing is usual; here larger micro-batches with it are not "
-            "faster or do not fit: each sample keeps "
-            f"{sizes.text(round(per_sample))}, which is what bounds the micro-batch",
+            "checkpointing",
+            f"usual beyond {CHECKPOINT_BEYOND} steps, to make micro-batches larger; here it would be slower, or would "
+            f"not fit (for backward a sample keeps {sizes.text(round(per_sample))})",
             {"accumulation_steps": steps, "saved_bytes_per_sample": per_sample},
         )
-    if steps > CHECKPOINT_BEYOND:
-        yield Advice(
-            "F13",
-            f"the number of steps changes no result at this batch size; but an epoch makes 1/{steps} of the updates of "
-            f"batches of {plan.batch_size // steps}",
-            {"accumulation_steps": steps, "update_ratio": 1 / steps},
-        )
 
 
-def _on_cards(plan: Plan, memory: MemoryReport, cards: int, link: Link) -> Iterator[Advice]:
+def _on_cards(plan: Plan, memory: MemoryReport, cards: int, link: Link) -> Advice:
     held = memory.at("backward end")
-    gradients, parameters = held.get("gradient", 0), held.get("parameter", 0)
     sharded = plan.shard == "fsdp"
-    found = wire(plan, gradients, parameters, cards=cards, sharded=sharded)
-    how = "reduce-scattered and gathered" if sharded else "all-reduced in a ring"
+    found = wire(plan, held.get("gradient", 0), held.get("parameter", 0), cards=cards, sharded=sharded)
     numbers = {
         "cards": cards,
         "wire_bytes_per_window": found.per_window,
@@ -185,19 +174,16 @@ def _on_cards(plan: Plan, memory: MemoryReport, cards: int, link: Link) -> Itera
         "gradient_bytes_per_window": found.gradients_per_window,
         "gradient_bytes_per_micro_step": found.gradients_per_micro_step,
     }
-    text = f"{cards} cards over {link.name}: each sends {sizes.text(found.per_window)} per update, {how}"
-    text += f" ({numbers['seconds_per_window']:.2g} s"
-    if found.per_micro_step == found.per_window:
-        yield Advice("T3", f"{text})", numbers)
-        return
-    text += (
-        f"), and {sizes.text(found.per_micro_step)} ({numbers['seconds_per_micro_step']:.2g} s) if every micro-step "
-    )
-    text += "synchronises"
+    how = "reduce-scattered and gathered" if sharded else "all-reduced in a ring"
+    text = f"{cards} over {link.name}: each sends {sizes.text(found.per_window)} per update, {how}"
+    text += f" ({numbers['seconds_per_window']:.2g} s)"
+    if found.per_micro_step != found.per_window:
+        text += f"; {sizes.text(found.per_micro_step)} ({numbers['seconds_per_micro_step']:.2g} s) if every micro-step "
+        text += "synchronises"
     if found.gradients_per_window != found.gradients_per_micro_step:
         text += f"; for that its gradients take {sizes.text(found.gradients_per_micro_step)} instead of "
         text += sizes.text(found.gradients_per_window)
-    yield Advice("T3", text, numbers)
+    return Advice("cards", text, numbers)
 
 
 def _on_learning_rate(plan: Plan, reference: int | None) -> Iterator[Advice]:
@@ -207,12 +193,11 @@ def _on_learning_rate(plan: Plan, reference: int | None) -> Iterator[Advice]:
         return
     linear = learning_rate.scale(1.0, factor)
     root = learning_rate.scale(1.0, factor, rule="sqrt")
-    usual = "linear" if factor <= LINEAR_UP_TO else "sqrt"
+    usual = f"linear up to {LINEAR_UP_TO} times, with Adam the root"
     yield Advice(
-        "T5",
-        f"the learning rate stays if it was chosen for batch size {plan.batch_size}; one found at {at} is for a batch "
-        f"{factor:,.4g} times smaller: the linear rule multiplies it by {linear:,.4g}, the square root by {root:.3g}; "
-        f"usual here is {usual!r} (linear up to {LINEAR_UP_TO}, with Adam the root)",
+        "learning rate",
+        f"keep it if it was chosen for batches of {plan.batch_size}; one chosen for {at} is multiplied by "
+        f"{linear:,.{3 if linear < 1000 else 4}g} (linear) or {root:.3g} (square root); usual is {usual}",
         {"factor": factor, "linear": linear, "sqrt": root, "reference_batch_size": at},
     )
 
@@ -220,28 +205,29 @@ def _on_learning_rate(plan: Plan, reference: int | None) -> Iterator[Advice]:
 def _on_clipping(plan: Plan) -> Advice:
     steps = plan.accumulation_steps
     return Advice(
-        "T6",
-        f"{steps} steps, more than {CLIP_BEYOND}, and no max_grad_norm: 1.0 is usual; the mean that snugfit makes does "
-        f"not grow with the steps, a sum without the division would be {steps} times as large",
+        "clipping",
+        f"max_grad_norm=1.0 is usual beyond {CLIP_BEYOND} steps; the mean that snugfit makes does not grow with them, "
+        f"a sum that nobody divides would be {steps} times as large",
         {"accumulation_steps": steps, "max_grad_norm": 1.0},
     )
 
 
 def _on_noise(plan: Plan, noise_scale: float | None) -> Iterator[Advice]:
-    batch = plan.batch_size
-    if plan.accumulation_steps > 1:
+    batch, steps = plan.batch_size, plan.accumulation_steps
+    if steps > 1:
         part = plan.micro_batch_size * plan.world_size
         ratio = math.sqrt(batch / part)
-        yield Advice(
-            "F14",
-            f"the gradient of {batch} samples scatters {ratio:.3g} times less than that of {part} (one micro-step)",
-            {"scatter_ratio": ratio},
-        )
+        text = f"the gradient of {batch} samples scatters {ratio:.3g} times less than that of {part}"
+        numbers = {"scatter_ratio": ratio}
+        if steps > CHECKPOINT_BEYOND:
+            text += f", and an epoch makes 1/{steps} of its updates: that changes results, cutting the batch does not"
+            numbers["update_ratio"] = 1 / steps
+        yield Advice("batch size", text, numbers)
     if noise_scale is not None and math.isfinite(noise_scale) and noise_scale > 0:
         updates, samples = 1 + noise_scale / batch, 1 + batch / noise_scale
         yield Advice(
-            "F14",
-            f"measured noise scale {noise_scale:.3g} samples: a batch of {batch} takes {updates:.3g} times the fewest "
+            "noise scale",
+            f"{noise_scale:.3g} samples were measured: a batch of {batch} takes {updates:.3g} times the fewest "
             f"updates and {samples:.3g} times the fewest samples",
             {"noise_scale": noise_scale, "updates": updates, "samples": samples},
         )
@@ -252,19 +238,17 @@ def _on_running_statistics(plan: Plan, model: nn.Module) -> Iterator[Advice]:
     steps, size = plan.accumulation_steps, plan.micro_batch_size
     if not coupled or steps == 1 or plan.norm_policy == "frozen":
         return
-    yield Advice(
-        "T8",
-        f"{len(coupled)} BatchNorm layers see {size} samples instead of {plan.samples_per_rank}: their means scatter "
-        f"{math.sqrt(plan.samples_per_rank / size):.3g} times as much; not equal to the whole batch",
-        {"samples": size, "scatter_ratio": math.sqrt(plan.samples_per_rank / size)},
-    )
+    ratio = math.sqrt(plan.samples_per_rank / size)
+    text = f"{len(coupled)} layers see {size} samples instead of {plan.samples_per_rank}, and their means scatter "
+    text += f"{ratio:.3g} times as much: not equal to the whole batch"
+    numbers = {"samples": float(size), "scatter_ratio": ratio}
     momenta = {m.momentum for _, m in model.named_modules() if getattr(m, "running_mean", None) is not None}
     known = [momentum for momentum in momenta if isinstance(momentum, float) and 0 < momentum < 1]
     if plan.norm_policy == "micro" and len(known) == 1:
-        kept, same = known[0], 1 - (1 - known[0]) ** (1 / steps)
-        yield Advice(
-            "F11",
-            f"running statistics move {steps} times per update: momentum {same:.3g} instead of {kept:g} moves them as "
-            f"far (weight of the old value {1 - same:.4g}); norm_policy='window' does it without",
-            {"momentum": kept, "momentum_per_micro_step": same},
+        same = 1 - (1 - known[0]) ** (1 / steps)
+        text += (
+            f"; running statistics move {steps} times per update: --norm-policy window puts that right, or momentum "
         )
+        text += f"{same:.3g} instead of {known[0]:g}"
+        numbers |= {"momentum": known[0], "momentum_per_micro_step": same}
+    yield Advice("BatchNorm", text, numbers)

@@ -12,11 +12,12 @@ from snugfit import hardware
 from snugfit.errors import InfeasibleError, PlanError
 from snugfit.jobs import Job
 from snugfit.memory import tracing
+from snugfit.memory.reporting import offload_gain
 from snugfit.planning import ways_out
 from snugfit.planning.choosing import Search
 from snugfit.planning.plan_report import PlanReport as PlanReport
 from snugfit.planning.ways_out import WayOut
-from snugfit.plans import Plan
+from snugfit.plans import Plan, nearest
 
 
 def plan(
@@ -49,7 +50,8 @@ def plan(
     Raises:
         InfeasibleError: Nothing fits; ``.smallest`` is the report of the closest plan, ``.budget_bytes`` the budget,
             ``.ways`` what changes of the job would need.
-        PlanError: An argument outside of its range, an unknown field or device.
+        PlanError: An argument outside of its range, an unknown field or device, or a fixed ``recompute`` whose
+            offloaded segments do not lower the peak.
         UnsupportedError: An operation that cannot be traced.
     """
     _check_names(fixed or {}, allow)
@@ -58,12 +60,15 @@ def plan(
     search = Search(job, device, batch_size, budget, world_size, fixed or {}, allow, say)
     with tracing.collector_off():
         try:
-            return search.run()
+            found = search.run()
         except InfeasibleError as error:
             for way in getattr(error, "ways", ()):
                 if way.name in allow and way.fits and way.executed_by_snugfit:
                     return _changed(search, way, batch_size, fixed or {}, say)
             raise
+        if "recompute" in search.fixed:
+            offload_gain.refuse_useless(found.memory, found.plan, search.memory_of)
+    return found
 
 
 def _changed(
@@ -97,14 +102,16 @@ def _check_names(fixed: Mapping[str, Any], allow: Collection[str]) -> None:
             expected="names of Plan's fields to values",
             hint='write fixed={"precision": "bf16-mixed"}',
         )
-    known = {field.name for field in fields(Plan)} - {"batch_size", "world_size"}
+    known = {field.name for field in fields(Plan)} - _ARGUMENTS
     unknown = sorted(map(str, set(fixed) - known))
     if unknown:
         raise PlanError(
             f"not a field that can be fixed: {', '.join(unknown)}",
             got=repr(dict(fixed)),
             expected=f"fields of Plan: {', '.join(sorted(known))}",
-            hint='write fixed={"precision": "bf16-mixed"}',
+            hint=f"pass {unknown[0]} to plan itself"
+            if unknown[0] in _ARGUMENTS
+            else f"write for example fixed={{{nearest(unknown[0], tuple(sorted(known)))!r}: ...}}",
         )
     if isinstance(allow, str) or not isinstance(allow, Collection):
         raise PlanError(
@@ -113,11 +120,11 @@ def _check_names(fixed: Mapping[str, Any], allow: Collection[str]) -> None:
             expected=f"names of {', '.join(ways_out.NAMES)}",
             hint='write allow=("lora",)',
         )
-    for name in allow:
-        if name not in ways_out.NAMES:
-            expected = " | ".join(map(repr, ways_out.NAMES))
-            raise PlanError("unknown allowance", got=repr(name), expected=expected, hint="plan without it")
+    ways_out.check_names(allow)
 
+
+_ARGUMENTS = {"batch_size", "world_size"}
+"Fields of a plan that ``plan`` takes by themselves."
 
 _OF_A_WAY = ("precision", "gradient_dtype", "bf16_update")
 "Fields of a plan that a way out with bf16 weights decides."

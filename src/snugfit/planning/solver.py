@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from snugfit.planning.chain import NOTHING, Span, Unit
 from snugfit.planning.labels import END, MOST, Frontier, Labels, Packing, best, sieved
-from snugfit.planning.unit_runs import least_kept, run_prices
+from snugfit.planning.unit_runs import least_kept, policies_of, run_prices
 
 # NOTE [Labels]
 # 1. A label (need, cost) stands for one way to run the units from i on: the smallest budget that these units need
@@ -56,7 +56,11 @@ def frontier(
     steps = tuple(tuple(_steps(units, i, packing, runs=runs)) for i in range(len(units)))
     labels = [END] * (len(units) + 1)
     for i in reversed(range(len(units))):
-        found = [(step, labels[step.span.last + 1].behind(step.need, step.kept, step.cost)) for step in steps[i]]
+        found = [
+            (step, labels[step.span.last + 1].behind(step.need, step.kept, step.cost))
+            for step in steps[i]
+            if step.span.option or step.need <= limit - kept_before[i]
+        ]
         by_options = best([ways for step, ways in found if step.span.option])
         by_runs = [sieved(ways, by_options) for step, ways in found if not step.span.option]
         labels[i] = best([by_options, *by_runs]).up_to(limit - kept_before[i])
@@ -82,9 +86,10 @@ def _steps(units: Sequence[Unit], i: int, packing: Packing, *, runs: bool) -> It
         cost = packing.cost(option.extra_ns, recomputed, recomputed)
         yield Step(Span(i, i, option.name), need, option.kept_bytes, cost)
     if runs:
-        for last, price in enumerate(run_prices(units, i), start=i + 1):
-            cost = packing.cost(price.extra_ns, last - i + 1, 1)
-            yield Step(Span(i, last), price.need_bytes, unit.input_bytes, cost)
+        for policy in policies_of(unit):
+            for last, price in enumerate(run_prices(units, i, policy), start=i + 1):
+                cost = packing.cost(price.extra_ns, last - i + 1, 1)
+                yield Step(Span(i, last, policy=policy), price.need_bytes, price.kept_bytes, cost)
 
 
 def _spans(need: int, cost: int, steps: Sequence[Sequence[Step]], labels: Sequence[Labels]) -> Iterator[Span]:

@@ -14,7 +14,7 @@ from snugfit.memory import tracing
 from snugfit.memory.events import Work
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory.traces import Trace
-from snugfit.planning import cost
+from snugfit.planning import cost, links
 from snugfit.planning.ladder import Candidate
 from snugfit.plans import Plan
 
@@ -52,12 +52,19 @@ def traced_plan(job: Job, plan: Plan, device: Device, budget_bytes: int) -> Trac
         trace = tracing.record_job(job, plan, device)
     work = whole_window(trace, plan)
     report = trace.report()
+    phases = cost.breakdown(work, device)
+    reducing = links.added_seconds(
+        plan,
+        report.at("backward end").get("gradient", 0),
+        device,
+        backward_s=phases.get("backward", 0.0) / plan.accumulation_steps,
+    )
     return TracedPlan(
         plan=plan,
         trace=trace,
         memory=report,
         fits=report.fits(budget_bytes),
-        step_time_s=cost.step_time(work, device),
+        step_time_s=sum(phases.values()) + reducing,
         flops=sum(item.flops for item in work),
     )
 

@@ -1,53 +1,91 @@
 """What it costs to recompute consecutive units of a chain as one segment.
 
-Entry point: ``run_prices``. A run keeps the input of its first unit only; in backward its units run once more and
-keep everything, beside what is alive during the backward of the last one. Segments within segments are ``nested.py``'s.
+Entry point: ``run_prices``. A run keeps the input of its first unit, and the results that its policy names; in backward
+its units run once more and keep everything, beside what is alive during the backward of the last one. Segments within
+segments are ``nested.py``'s.
+
+NOTE [Results that a run keeps]
+1. They stay from the forward of their unit to its repetition, in which they are handed out: a unit that is repeated has
+   the results of the units behind it beside it, and what those before it save.
+2. The operations that made them are spared. In the last unit nothing is repeated behind the last tensor that backward
+   needs, where one of them may lie: what a unit runs again at the end of a run is a number of its own.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from snugfit.planning.chain import Unit
+from snugfit.planning.chain import KeptInRun, Unit
 
 
 @dataclass(frozen=True, slots=True)
 class RunPrice:
-    """What a run needs and costs by itself; what it keeps is its input."""
+    """What a run needs and costs by itself."""
 
     need_bytes: int
     "Absolute, beyond the kept bytes of the units before the run."
+    kept_bytes: int
+    "Its input, and the results that its policy keeps."
     extra_ns: int
 
 
-def run_prices(units: Sequence[Unit], first: int) -> Iterator[RunPrice]:
-    """Prices of the runs of two, three, ... units that begin with a unit, as far as borders can be crossed."""
-    again = backward_need = kept = elapsed = 0
+def run_prices(units: Sequence[Unit], first: int, policy: str | None = None) -> Iterator[RunPrice]:
+    """Prices of the runs of two, three, ... units that begin with a unit, as far as borders can be crossed.
+
+    Args:
+        units: The chain.
+        first: Where the runs begin.
+        policy: Of their segments, which runs do not go beyond that have none of that name; None: the input alone stays.
+    """
+    again = backward_need = saved = elapsed = results = 0
     statics = [unit.forward_static_bytes for unit in units]
-    for last, forward_need in enumerate(forward_needs(units, first, statics), start=first):
-        unit, plain = units[last], units[last].plain
-        again = max(again, kept + unit.input_bytes + plain.forward_bytes)
-        backward_need = max(backward_need, unit.backward_static_bytes + kept + plain.backward_bytes)
+    for last, forward_need in enumerate(forward_needs(units, first, statics, policy), start=first):
+        unit, plain, own = units[last], units[last].plain, kept_in_run(units[last], policy)
+        # See NOTE [Results that a run keeps], 1.
+        again = max(again + own.kept_bytes, saved + unit.input_bytes + plain.forward_bytes + own.kept_bytes)
+        backward_need = max(backward_need, unit.backward_static_bytes + saved + plain.backward_bytes)
+        results += own.kept_bytes
         if last > first:
-            running_again = unit.backward_static_bytes + again
-            yield RunPrice(max(forward_need, backward_need, running_again), elapsed + unit.forward_ns - unit.tail_ns)
-        kept, elapsed = kept + plain.kept_bytes, elapsed + unit.forward_ns
+            need = max(forward_need, backward_need, unit.backward_static_bytes + again)
+            yield RunPrice(need, units[first].input_bytes + results, elapsed + own.last_ns)
+        saved, elapsed = saved + plain.kept_bytes, elapsed + own.again_ns
 
 
-def forward_needs(units: Sequence[Unit], first: int, statics: Sequence[int]) -> Iterator[int]:
-    """Needs of a forward that keeps nothing but the first input: over one, two, ... units from the first on.
+def forward_needs(
+    units: Sequence[Unit], first: int, statics: Sequence[int], policy: str | None = None
+) -> Iterator[int]:
+    """Needs of the forward of a run: over one, two, ... units from the first on.
 
     Args:
         units: The chain.
         first: Where the forward begins.
         statics: What else is alive while each unit of the chain runs, its input included.
+        policy: See ``run_prices``.
     """
     need = kept = 0
     for unit, static in zip(units[first:], statics[first:], strict=True):
+        if not has_policy(unit, policy):
+            return
         need = max(need, static + kept + unit.plain.forward_bytes)
         yield need
         if not unit.joins_next:
             return
-        kept = units[first].input_bytes
+        kept = max(kept, units[first].input_bytes) + kept_in_run(unit, policy).kept_bytes
+
+
+def policies_of(unit: Unit) -> tuple[str | None, ...]:
+    """The policies of runs that may begin with a unit, that of keeping the input alone first."""
+    return None, *(way.policy for way in unit.in_runs)
+
+
+def has_policy(unit: Unit, policy: str | None) -> bool:
+    """Whether a unit may be part of a run with a policy."""
+    return policy in policies_of(unit)
+
+
+def kept_in_run(unit: Unit, policy: str | None) -> KeptInRun:
+    """What a unit keeps in a run with a policy; nothing without one."""
+    found = next((way for way in unit.in_runs if way.policy == policy), None)
+    return found or KeptInRun("", 0, unit.forward_ns, unit.forward_ns - unit.tail_ns)
 
 
 def least_kept(units: Sequence[Unit], *, runs: bool = True) -> list[int]:

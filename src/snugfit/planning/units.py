@@ -15,7 +15,7 @@ from snugfit.plans import Segment
 from snugfit.training import segments
 
 FULL, CHILDREN, OFFLOAD = "full", "each part", "offload"
-KEEP_PRODUCTS, KEEP_ATTENTION = "keep-matmul", "keep-attention"
+KEEP_PRODUCTS, KEEP_LAST, KEEP_ATTENTION_LAST = "keep-matmul", "keep-last", "keep-attention-last"
 ESSENTIAL = (NOTHING, FULL, KEEP_PRODUCTS)
 "Options that are worth a trace of their own where too few alike units carry them all in one."
 
@@ -79,7 +79,8 @@ def options_of(unit: nn.Module, *, offload: bool) -> Options:
         found[part] = (Segment((part,)),)
     if len(parts) > 1:
         found[CHILDREN] = tuple(Segment((part,)) for part in parts)
-    found[KEEP_ATTENTION] = (Segment(("",), KEEP_ATTENTION),)
+    for policy in (KEEP_LAST, KEEP_ATTENTION_LAST):
+        found[policy] = (Segment(("",), policy),)
     for part in parts:
         found[f"{part}, {KEEP_PRODUCTS}"] = (Segment((part,), KEEP_PRODUCTS),)
     if offload:

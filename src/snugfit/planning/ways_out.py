@@ -1,7 +1,7 @@
 """When nothing fits: five ways to change the job or to spread it, each with its own memory and time.
 
-Entry points: ``ways_out`` and ``sentences``. All numbers are modelled. Which way is taken is the user's choice: each
-changes more than a plan does, what is trained, how its state is rounded, or what machines it takes.
+Entry points: ``ways_out``, ``sentences`` and ``check_names``. All numbers are modelled. Which way is taken is the
+user's choice: each changes more than a plan does, what is trained, how its state is rounded, or what machines it takes.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -16,7 +16,7 @@ from snugfit.memory import tracing
 from snugfit.planning.ways import eight_bit, fsdp, fused_backward, host_offload, lora, rows
 from snugfit.planning.ways.rows import Case
 from snugfit.planning.ways.rows import WayOut as WayOut
-from snugfit.plans import Plan
+from snugfit.plans import Plan, nearest
 
 _WAYS: dict[str, Callable[[Case], WayOut]] = {
     "8bit-optimizer": eight_bit.row,
@@ -57,14 +57,7 @@ def ways_out(
     Raises:
         PlanError: An unknown name.
     """
-    for name in allow or ():
-        if name not in NAMES:
-            raise PlanError(
-                "unknown way out",
-                got=f"allow={name!r}",
-                expected=" | ".join(map(repr, NAMES)),
-                hint=f"use one of them, such as {NAMES[0]!r}",
-            )
+    check_names(allow or ())
     case = Case(job, plan, device, budget_bytes, tracing.skeleton(job) if model is None else model)
     wanted = [name for name in NAMES if allow is None or name in allow]
     with tracing.collector_off():
@@ -75,6 +68,22 @@ def ways_out(
         for row in found
     ]
     return tuple(sorted(timed, key=_by_cost))
+
+
+def check_names(allow: Iterable[str]) -> None:
+    """Check the names of changes that may be made.
+
+    Raises:
+        PlanError: An unknown name, with the one that was probably meant.
+    """
+    for name in allow:
+        if name not in NAMES:
+            raise PlanError(
+                "unknown change of the job",
+                got=f"allow={name!r}",
+                expected=" | ".join(map(repr, NAMES)),
+                hint=f"choose for example {nearest(str(name), NAMES)!r}",
+            )
 
 
 def sentences(ways: Iterable[WayOut]) -> list[str]:

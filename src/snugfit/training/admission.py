@@ -4,6 +4,7 @@ Entry point: ``check``. Nothing is changed here; the ranges of single options ar
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,6 +68,25 @@ def check_parameters(model: nn.Module) -> None:
             expected="something to train",
             hint="register layers as attributes, or in nn.ModuleList instead of a list",
         )
+
+
+def check_made_for(model: nn.Module, optimizers: Sequence[Any]) -> None:
+    """Refuse an optimizer that a job did not make for the model that it was handed.
+
+    Raises:
+        PlanError: It holds none of the model's parameters: an optimizer that was there before.
+    """
+    ours = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        held = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+        if held and not any(id(parameter) in ours for parameter in held):
+            name = type(optimizer).__name__
+            raise PlanError(
+                "Job.optimizer returned an optimizer that does not hold the model's parameters",
+                got=f"{name} over {len(held)} parameters, none of them of the model that Job.optimizer was called with",
+                expected="an optimizer made anew for the model that is handed in, which in a trace is a stand-in",
+                hint=f"write optimizer=lambda model: {name}(model.parameters(), ...), not an optimizer that exists",
+            )
 
 
 def check_plan(plan: Plan) -> None:

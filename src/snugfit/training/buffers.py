@@ -71,7 +71,9 @@ class Keeper:
         """
         kept = []
         for i, module in enumerate(modules):
-            for name, buffer in module.named_buffers(recurse=False):
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
                 now = (buffer, buffer._version, module.training)
                 last = self._last.get((i, name))
                 stayed = last is not None and last[0] is buffer and last[1:] == now[1:]

@@ -87,6 +87,7 @@ def construct(job: Job, plan: Plan, device: torch.device) -> Engine:
     model = _moved(model, device)
     made = job.optimizer(model)
     optimizers = list(made) if isinstance(made, (list, tuple)) else [made]
+    admission.check_made_for(model, optimizers)
     set_implementation(optimizers, plan.optimizer_impl)
     if plan.precision == "bf16-true":
         bf16_weights.attach(model, optimizers, plan)

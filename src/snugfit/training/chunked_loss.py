@@ -3,6 +3,13 @@
 Entry point: ``chunked_cross_entropy``. Backward computes each chunk's logits again, so that neither they nor their
 gradients outlive their chunk; the price is one matrix product more. How many chunks a plan asks for is ``Planned``'s.
 Class probabilities as labels are left out: they are as large as the logits.
+
+NOTE [What does not cancel]
+1. Of each row the highest logit and the sum of the other classes' exponentials are kept, not the logarithm of the sum:
+   beside logits of 10 a normaliser is rounded by 5e-7, and with it each probability. The loss of a row that is nearly
+   right, and the label's probability less one, are made of that sum and not of a difference.
+2. The label's gradient is as large as all others together. It is left out of the matrix products, where every small
+   summand would be rounded to it, and added afterwards, in an order that does not change from run to run.
 """
 
 from collections.abc import Iterator
@@ -129,7 +136,7 @@ class Planned:
 
 
 class _Rows(torch.autograd.Function):
-    """Loss of every row in a wide type; ignored rows have 0."""
+    """Loss of every row in a wide type; ignored rows have 0. See NOTE [What does not cancel]."""
 
     @staticmethod
     def forward(
@@ -146,18 +153,18 @@ class _Rows(torch.autograd.Function):
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         losses = torch.empty(hidden.shape[:1], dtype=wide, device=hidden.device)
-        normalisers = torch.empty_like(losses)
+        highest, others = torch.empty_like(losses), torch.empty_like(losses)
         narrow, narrow_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         with _plain(hidden.device.type):
             for part in _parts(hidden.shape[0], number):
                 logits = _logits(hidden[part], narrow, narrow_bias, scale)
-                counted = targets[part] != ignore_index
-                labels = torch.where(counted, targets[part], 0).unsqueeze(1)
+                counted, labels = _labels(targets[part], ignore_index)
+                highest[part] = logits.amax(1)
+                logits.sub_(highest[part].unsqueeze(1))
                 picked = _picked(logits, labels)
                 smooth = _smoothed(logits, class_weight) if smoothing else None
-                highest = logits.amax(1, keepdim=True)
-                logits.sub_(highest).exp_()
-                normaliser = logits.sum(1).log_().add_(highest.squeeze(1))
+                others[part] = logits.exp_().scatter_(1, labels, 0).sum(1)
+                normaliser = torch.log1p(others[part] + torch.expm1(picked))
                 loss = normaliser - picked
                 if class_weight is not None:
                     loss = loss * class_weight[labels.squeeze(1)]
@@ -165,9 +172,8 @@ class _Rows(torch.autograd.Function):
                     mass = logits.shape[1] if class_weight is None else class_weight.sum()
                     loss = loss * (1 - smoothing) + (normaliser * mass - smooth) * (smoothing / logits.shape[1])
                 losses[part] = torch.where(counted, loss, 0)
-                normalisers[part] = normaliser
                 del logits
-        ctx.save_for_backward(hidden, weight, bias, targets, class_weight, normalisers)
+        ctx.save_for_backward(hidden, weight, bias, targets, class_weight, highest, others)
         ctx.options = (number, ignore_index, smoothing, scale)
         return losses
 
@@ -180,31 +186,25 @@ class _Rows(torch.autograd.Function):
                 expected="create_graph=False",
                 hint="use torch.nn.functional.cross_entropy where gradients are differentiated again",
             )
-        hidden, weight, bias, targets, class_weight, normalisers = ctx.saved_tensors
+        hidden, weight, bias, targets, class_weight, highest, others = ctx.saved_tensors
         number, ignore_index, smoothing, scale = ctx.options
-        wide = normalisers.dtype
+        wide = highest.dtype
         narrow, narrow_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
+        of_label = torch.empty_like(highest).unsqueeze(1)
         with _plain(hidden.device.type):
             for part in _parts(hidden.shape[0], number):
                 rows = hidden[part]
                 logits = _logits(rows, narrow, narrow_bias, scale)
-                counted = targets[part] != ignore_index
-                labels = torch.where(counted, targets[part], 0).unsqueeze(1)
+                counted, labels = _labels(targets[part], ignore_index)
                 upstream = torch.where(counted, gradient[part], 0).mul_(scale).unsqueeze(1)
-                slope = logits.sub_(normalisers[part].unsqueeze(1)).exp_()  # the probabilities
-                hard = upstream if class_weight is None else upstream * class_weight[labels]
-                if smoothing:
-                    share = smoothing / slope.shape[1]
-                    mass = slope.shape[1] if class_weight is None else class_weight.sum()
-                    hard = hard * (1 - smoothing)
-                    slope.mul_(hard + upstream * (share * mass))
-                    slope.sub_(upstream * share * (1 if class_weight is None else class_weight))
-                else:
-                    slope.mul_(hard)
-                slope.scatter_add_(1, labels, -hard)
+                exponentials = logits.sub_(highest[part].unsqueeze(1)).exp_()
+                slope, of_label[part] = _slopes(
+                    exponentials, others[part].unsqueeze(1), labels, upstream, class_weight, smoothing
+                )
+                del logits, exponentials
                 if of_bias is not None:
                     of_bias += slope.sum(0)
                 slope = slope.to(hidden.dtype)
@@ -215,13 +215,50 @@ class _Rows(torch.autograd.Function):
                         of_weight.addmm_(slope.t(), rows)
                     else:
                         of_weight += slope.t() @ rows
-                del logits, slope
+                del slope
+            for part in _parts(hidden.shape[0], number):
+                own = _labels(targets[part], ignore_index)[1].squeeze(1)
+                if of_hidden is not None:
+                    of_hidden[part] += of_label[part] * narrow[own]
+                if of_weight is not None:
+                    of_weight.index_put_((own,), of_label[part] * hidden[part], accumulate=True)
+                if of_bias is not None:
+                    of_bias.index_put_((own,), of_label[part].squeeze(1), accumulate=True)
         return (
             of_hidden,
             None if of_weight is None else of_weight.to(weight.dtype),
             None if of_bias is None else of_bias.to(bias.dtype),
             *[None] * 6,
         )
+
+
+def _slopes(
+    exponentials: Tensor,
+    others: Tensor,
+    labels: Tensor,
+    upstream: Tensor,
+    class_weight: Tensor | None,
+    smoothing: float,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of some rows' logits: of all classes but the label's, over the exponentials, and of the label's."""
+    exponential = exponentials.gather(1, labels)
+    total = others + exponential
+    hard = upstream if class_weight is None else upstream * class_weight[labels]
+    if not smoothing:
+        return exponentials.mul_(hard / total).scatter_(1, labels, 0), -hard * (others / total)
+    share = upstream * (smoothing / exponentials.shape[1])
+    hard = hard * (1 - smoothing)
+    soft = share * (exponentials.shape[1] if class_weight is None else class_weight.sum())
+    flat = share if class_weight is None else share * class_weight
+    own = share if class_weight is None else share * class_weight[labels]
+    of_label = soft * (exponential / total) - own - hard * (others / total)
+    return exponentials.mul_((hard + soft) / total).sub_(flat).scatter_(1, labels, 0), of_label
+
+
+def _labels(targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Which rows count, and the label of each as a column; 0 where it is ignored."""
+    counted = targets != ignore_index
+    return counted, torch.where(counted, targets, 0).unsqueeze(1)
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:

@@ -43,7 +43,8 @@ class Engine:
     Args:
         model: What is trained, on its device; may already be wrapped in DDP.
         optimizer: The optimizer, or several, over its parameters.
-        plan: Sets micro-batch size, precision and what is recomputed.
+        plan: Sets micro-batch size, precision and what is recomputed. Its batch size is what memory and time were
+            planned for and is not enforced: a batch of any size is one update.
         loss: ``(model, micro_batch)`` to a scalar mean over the counted units, a ``Loss``, or several of them.
         count: What the loss is a mean over, see ``Job``.
         micro_batch_size: Samples of one forward and backward; None: the plan's, or the whole batch.

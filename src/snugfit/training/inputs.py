@@ -89,13 +89,18 @@ class Inputs:
         return args, kwargs
 
 
+class ForwardModeError(Exception):
+    """A kept tensor has a tangent, of which a repetition would know nothing."""
+
+
 class _Keep(torch.autograd.Function):
     """Saves tensors in a node that nothing runs backward through."""
 
     @staticmethod
-    def forward(root: Tensor, *kept: Tensor) -> Tensor:
+    def forward(ctx: Any, root: Tensor, *kept: Tensor) -> Tensor:
+        ctx.save_for_backward(*kept)
         return torch.empty(0, device="cpu")
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
+    def jvp(ctx: Any, *tangents: Tensor | None) -> None:
+        raise ForwardModeError

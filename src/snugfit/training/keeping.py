@@ -10,6 +10,7 @@ NOTE [Why a kept result is the right one]
 2. A kept random operation is not run again, so the generators are moved to where it left them.
 3. Before an operation writes into the memory of a kept result, that result is copied.
 4. A result that the first recomputation never asked for is not kept the next time.
+5. Where only the last matrix product is kept, each lets go of the one before it, so that the last one is what is left.
 """
 
 import fnmatch
@@ -37,6 +38,10 @@ ROUTING = ("topk", "sort", "argsort", "argmax", "argmin", "kthvalue", "multinomi
 
 _SETS = {"full": ROUTING, "keep-attention": (*ATTENTION, *ROUTING)}
 _SETS["keep-matmul"] = (*MATRIX_PRODUCTS, *_SETS["keep-attention"])
+_SETS["keep-last"] = (*MATRIX_PRODUCTS, *ROUTING)
+_SETS["keep-attention-last"] = _SETS["keep-matmul"]
+_OF_THE_LAST = ("keep-last", "keep-attention-last")
+"Policies that keep the last matrix product of a module's forward alone: the others that it ran are let go of."
 _OWN = "keep:"
 
 
@@ -83,15 +88,21 @@ class _Kept:
     states: list[tuple[Any, Tensor]]
 
 
+def seen_under(policy: str) -> "Seen":
+    """What is known about a segment of a policy before its first forward."""
+    return Seen(operations(policy), MATRIX_PRODUCTS if policy in _OF_THE_LAST else ())
+
+
 class Seen:
     """What is known about a segment from its forwards so far.
 
     Args:
         names: See ``operations``.
+        last: Names (or patterns) of those of which only the last call's result is kept.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = tuple(names)
+    def __init__(self, names: Sequence[str], last: Sequence[str] = ()) -> None:
+        self.names, self.last = tuple(names), tuple(last)
         self.is_empty = False
         "Whether a whole forward had no operation to keep, so that none need be watched."
         self.unused: set[tuple[Any, int]] = set()
@@ -99,7 +110,7 @@ class Seen:
         self._matches: dict[Any, bool] = {}
 
     def __reduce__(self) -> Any:
-        return Seen, (self.names,)  # what was learned is of this process
+        return Seen, (self.names, self.last)  # what was learned is of this process
 
     def keeps(self, op: Any) -> bool:
         """Whether results of an operation are kept."""
@@ -110,6 +121,10 @@ class Seen:
             found = is_new and any(fnmatch.fnmatchcase(name, pattern) for pattern in self.names)
             self._matches[op] = found
         return found
+
+    def keeps_last_only(self, op: Any) -> bool:
+        """Whether of an operation, and of others like it, the last result alone is kept."""
+        return any(fnmatch.fnmatchcase(op._schema.name.partition("::")[2], pattern) for pattern in self.last)
 
 
 class Results:
@@ -128,6 +143,10 @@ class Results:
 
     def add(self, op: Any, args: Sequence[Any], kwargs: dict[str, Any], values: Any) -> None:
         """Keep what a call returned, unless earlier recomputations did without."""
+        if self.seen.keeps_last_only(op):
+            for other, earlier in self._kept.items():
+                if self.seen.keeps_last_only(other):
+                    earlier[:] = [None] * len(earlier)
         calls = self._kept.setdefault(op, [])
         is_unused = (op, len(calls)) in self.seen.unused
         calls.append(

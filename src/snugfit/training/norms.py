@@ -269,10 +269,10 @@ def batch_coupled(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, layer in batch_norms(model) if couples(layer))
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], most: int = _SHOWN) -> str:
     """The first of some layers by name, and how many more there are."""
-    shown = ", ".join(name or "the model itself" for name in names[:_SHOWN])
-    return f"{shown} and {len(names) - _SHOWN} more layers" if len(names) > _SHOWN else shown
+    shown = ", ".join(name or "the model itself" for name in names[:most])
+    return f"{shown} and {len(names) - most} more layers" if len(names) > most else shown
 
 
 def couples(layer: Any) -> bool:

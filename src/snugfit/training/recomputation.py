@@ -10,7 +10,7 @@ NOTE [Buffers of a recomputed segment]
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar, Token
 from typing import Any
 
@@ -58,8 +58,8 @@ class FirstForward:
     """Context of one forward of a module of a segment: notes what its repetition must find again.
 
     Args:
-        module: Of the segment.
-        parameters: Of the module.
+        modules: The module of the segment and those inside of it.
+        parameters: Of the modules.
         keeper: Of its buffers, for all its forwards.
         seen: Which operations' results are kept, and what is known of them.
         devices: Where it computes.
@@ -67,14 +67,14 @@ class FirstForward:
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: list[nn.Module],
         parameters: Iterable[nn.Parameter],
         keeper: Keeper,
         seen: Seen,
         devices: Iterable[torch.device],
     ) -> None:
         self._keeper, self._seen = keeper, seen
-        self._modules = list(module.modules())
+        self._modules = modules
         self.kept: list[Kept] = []
         "Buffers that the forward changed, or that another one may change unseen."
         self.stayed: list[Kept] = []
@@ -106,7 +106,7 @@ class FirstForward:
             if self.results.is_empty and kind is None:
                 self._seen.is_empty, self.results = True, None
         self._mode = self._watching = None
-        if self.drawn is not None and random_states.of_python().is_as(self.drawn):
+        if self.drawn is not None and self.drawn.is_present():
             self.drawn = None  # the forward drew nothing, so neither does its repetition
         self.stayed = [kept.without_copy() for kept in self.kept if kept.has_stayed and not kept.may_change_unseen]
         self.kept = [kept for kept in self.kept if not kept.has_stayed or kept.may_change_unseen]
@@ -125,34 +125,44 @@ def repetition(first: FirstForward, names: tuple[str, ...]) -> Iterator[None]:
     _begun[0] += 1
     try:
         with ExitStack() as stack:
-            if first.drawn is not None:
-                stack.enter_context(random_states.of_python_again(first.drawn))
-            stack.enter_context(_modes(first))
-            stack.enter_context(_buffers(first.kept))
-            for autocast in first.autocasts:
-                stack.enter_context(torch.autocast(**autocast))
-            if first.device != torch.get_default_device():
-                stack.enter_context(first.device)
-            if first.results is not None:
-                stack.enter_context(_handed_out(first.results))
+            for context in _contexts(first):
+                stack.enter_context(context)
             yield
     finally:
         _recomputing.reset(token)
 
 
-@contextmanager
-def _modes(first: FirstForward) -> Iterator[None]:
-    modes = [(module, module.training) for module, _ in first.modes]
+def _contexts(first: FirstForward) -> Iterator[AbstractContextManager[Any]]:
+    """What is not now as it was in the forward; mostly nothing."""
+    if first.drawn is not None:
+        yield random_states.of_python_again(first.drawn)
+    modes = [(module, not was) for module, was in first.modes if module.training != was]
     trains = [(parameter, not was) for parameter, was in first.trains if parameter.requires_grad != was]
+    if modes or trains:
+        yield _modes(modes, trains)
+    if first.kept:
+        yield _buffers(first.kept)
+    for autocast in first.autocasts:
+        if autocast != _autocast(autocast["device_type"]):
+            yield torch.autocast(**autocast)
+    if first.device != torch.get_default_device():
+        yield first.device
+    if first.results is not None:
+        yield _handed_out(first.results)
+
+
+@contextmanager
+def _modes(modes: list[tuple[nn.Module, bool]], trains: list[tuple[nn.Parameter, bool]]) -> Iterator[None]:
+    """Turn the modes of modules and parameters that are now as given."""
     try:
-        for module, training in first.modes:
-            module.training = training
+        for module, now in modes:
+            module.training = not now
         for parameter, now in trains:
             parameter.requires_grad_(not now)
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, now in modes:
+            module.training = now
         for parameter, now in trains:
             parameter.requires_grad_(now)
 

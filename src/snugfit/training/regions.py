@@ -48,7 +48,7 @@ class Region:
     """
 
     def __init__(self, repeat: Callable[[], None], names: tuple[str, ...]) -> None:
-        self._repeat, self._names, self._ends_early = repeat, names, _ends_early.get()
+        self._repeat, self._names, self.ends_early = repeat, names, _ends_early.get()
         self._places: list[weakref.ref[_Place]] = []
         self._kinds: list[tuple[Any, ...]] = []
 
@@ -56,9 +56,10 @@ class Region:
         """Context of the forward, or of a part of it."""
         return torch.autograd.graph.saved_tensors_hooks(self._drop, self._give)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    @torch_private.never_compiled
     def _drop(self, tensor: Tensor) -> "_Place":
         place = _Place()
+        place.tensors = {}
         self._places.append(weakref.ref(place))
         self._kinds.append(_kind(tensor))
         return place
@@ -72,7 +73,7 @@ class Region:
         return place.tensors.pop(backward)
 
     def _make_again(self, backward: Any) -> None:
-        filled = _Filled(self, backward)
+        filled = _Filled(self, self._places, self._kinds, backward)
         with torch.autograd.graph.saved_tensors_hooks(filled.add, lambda tensor: tensor), torch.enable_grad():
             try:
                 self._repeat()
@@ -81,18 +82,6 @@ class Region:
         if filled.number >= len(self._places):  # a forward has caught what was to end it
             return
         raise self.differs(f"a different number of tensors: {len(self._places)}, and {filled.number} in the repetition")
-
-    def fill(self, number: int, tensor: Tensor, backward: Any) -> None:
-        """Put a tensor into its place, and end the repetition if it was the last one."""
-        if number >= len(self._places):
-            raise _Enough
-        place, kind = self._places[number](), self._kinds[number]
-        if place is not None:
-            if kind != _kind(tensor):
-                raise self.differs(f"tensor {number} was {_named(kind)} and is {_named(_kind(tensor))} now")
-            place.tensors[backward] = tensor
-        if self._ends_early and number + 1 == len(self._places):
-            raise _Enough
 
     def differs(self, got: str) -> UnsupportedError:
         """An error of a repetition that is not the forward."""
@@ -111,16 +100,27 @@ class Region:
 class _Filled:
     """The tensors of one repetition, in the order in which it saves them."""
 
-    def __init__(self, region: Region, backward: Any) -> None:
-        self._region, self._backward = region, backward
+    def __init__(
+        self, region: Region, places: "list[weakref.ref[_Place]]", kinds: list[tuple[Any, ...]], backward: Any
+    ) -> None:
+        self._region, self._places, self._kinds, self._backward = region, places, kinds, backward
         self.number = 0
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]
+    @torch_private.never_compiled
     def add(self, tensor: Tensor) -> Tensor:
-        """The next one; it has no graph, which the repetition's own tensors have."""
+        """Put the next one into its place without its graph, and end the repetition if it was the last one."""
+        number = self.number
+        self.number = number + 1
+        if number >= len(self._places):
+            raise _Enough
         plain = tensor.detach() if tensor.requires_grad else tensor
-        self.number += 1
-        self._region.fill(self.number - 1, plain, self._backward)
+        place, kind = self._places[number](), self._kinds[number]
+        if place is not None:
+            if kind != _kind(tensor):
+                raise self._region.differs(f"tensor {number} was {_named(kind)} and is {_named(_kind(tensor))} now")
+            place.tensors[self._backward] = plain
+        if self._region.ends_early and number + 1 == len(self._places):
+            raise _Enough
         return plain
 
 
@@ -128,19 +128,19 @@ class _Place:
     """Stands for one saved tensor, which it holds while a backward is on its way to it."""
 
     __slots__ = ("__weakref__", "tensors")
-
-    def __init__(self) -> None:
-        self.tensors: dict[Any, Tensor] = {}
+    tensors: dict[Any, Tensor]
+    "By the backward that asks for it."
 
 
 class _Enough(Exception):
     """Ends a repetition; no error, so that no forward takes it for one."""
 
 
+@torch_private.never_compiled
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.dtype, tensor.device
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _named(kind: tuple[Any, ...]) -> str:
     shape, dtype, device = kind
-    return f"{shape} {str(dtype)[6:]} on {device}"
+    return f"{tuple(shape)} {str(dtype)[6:]} on {device}"

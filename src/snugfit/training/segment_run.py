@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from snugfit.errors import warn
+from snugfit.errors import UnsupportedError, warn
 from snugfit.plans import Segment
 from snugfit.training import containing, offloading, random_states, recomputation, torch_private
 from snugfit.training.buffers import Keeper
-from snugfit.training.guarding import Guard
+from snugfit.training.guarding import Guard, modules_of, weights_of
 from snugfit.training.holders import Holders
-from snugfit.training.inputs import Inputs, Made
-from snugfit.training.keeping import Seen, operations
+from snugfit.training.inputs import ForwardModeError, Inputs, Made
+from snugfit.training.keeping import Seen, seen_under
 from snugfit.training.recomputation import FirstForward
 from snugfit.training.regions import Region
 
@@ -104,12 +104,17 @@ class _Pass:
         "Refers to this pass, and lives as long as the graph that it is part of."
 
     def run(
-        self, forward: "Forward", parameters: list[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        forward: "Forward",
+        modules: list[nn.Module],
+        parameters: list[nn.Parameter],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Run a module, and keep what its repetition needs."""
         devices = recomputation.devices_of((*containing.tensors((args, kwargs)), *parameters[:1]))
         states = random_states.of_torch(devices)
-        first = FirstForward(forward.module, parameters, forward.keeper, forward.seen, devices)
+        first = FirstForward(modules, parameters, forward.keeper, forward.seen, devices)
         is_same = random_states.are_same(states, self._left)
         call = _Call(forward, Inputs(args, kwargs, self._made_by), first, parameters, () if is_same else states)
         self._calls.append(call)
@@ -180,9 +185,10 @@ class _Call:
 
     def again(self, made: Mapping[Made, Tensor]) -> Any:
         """Run the module as it ran, with what earlier calls have made."""
-        unshard: Any = getattr(self._forward.module, "unshard", None)
-        if unshard is not None and self._guard.is_sharded:
-            unshard()  # FSDP2's own hooks have done so for the last module of a run only
+        if self._guard.is_sharded:
+            unshard: Any = getattr(self._forward.module, "unshard", None)
+            if unshard is not None:
+                unshard()  # FSDP2's own hooks have done so for the last module of a run only
         self._guard.check(self._first.stayed)
         args, kwargs = self.inputs.again(made, self._forward.name)
         random_states.set_torch(self.states)
@@ -198,7 +204,7 @@ class Forward:
         self.own: Callable[..., Any] | None = module.__dict__.get("forward")
         self.holders = Holders()
         self.keeper = Keeper()
-        self.seen = Seen(() if run.segment.policy == "offload" else operations(run.segment.policy))
+        self.seen = Seen(()) if run.segment.policy == "offload" else seen_under(run.segment.policy)
 
     @property
     def segment(self) -> Segment:
@@ -236,9 +242,12 @@ class Forward:
         if not torch.is_grad_enabled():
             self.run.end()
             return self.plain(*args, **kwargs)
-        parameters = list(self.module.parameters())
+        modules = modules_of(self.module)
+        parameters = weights_of(modules)
         if not any(tensor.requires_grad for tensor in (*parameters, *containing.tensors((args, kwargs)))):
             return self.plain(*args, **kwargs)  # frozen: nothing is saved, so nothing need be repeated
+        if torch_private.transforms_are_active():
+            raise self._refused("torch.func: grad, vmap, jvp or another transform of it")
         if self.segment.policy == "offload":
             if parameters and offloading.is_on_host(parameters[0]):
                 self.run.warn_once(
@@ -248,12 +257,25 @@ class Forward:
             with offloading.saved_on_host([self.module]):
                 return self.plain(*args, **kwargs)
         try:
-            result = self.run.begin(self.position).run(self, parameters, args, kwargs)
+            result = self.run.begin(self.position).run(self, modules, parameters, args, kwargs)
+        except ForwardModeError as error:
+            self.run.end()
+            raise self._refused("forward-mode differentiation: torch.autograd.forward_ad") from error
         except BaseException:
             self.run.end()
             raise
         self.run.end(self.position)
         return result
+
+    def _refused(self, where: str) -> UnsupportedError:
+        return UnsupportedError(
+            "segments are recomputed in an ordinary backward, and this is none",
+            got=f"{self.name} called under {where}",
+            expected="backward() or torch.autograd.grad, where torch has hooks on saved tensors",
+            hint="call remove() on the handle of checkpointing.apply, or leave recompute out; where no gradient "
+            "is wanted, use torch.no_grad(): segments then do nothing",
+            names=self.segment.modules,
+        )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator, unused-ignore]

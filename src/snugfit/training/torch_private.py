@@ -1,7 +1,7 @@
 """What is not public in torch and that the training room needs: constant random numbers, and torch's checkpoint calls.
 
-Entry points: ``Steady`` and ``checkpoint_calls``, used by checks only, ``in_backward``, ``current_backward`` and
-``is_inside_transform``.
+Entry points: ``Steady`` and ``checkpoint_calls``, used by checks only, ``in_backward``, ``current_backward``,
+``is_inside_transform``, ``transforms_are_active`` and ``never_compiled``.
 ``tests/test_check_canaries.py`` and ``tests/test_running_statistics.py`` hold a canary for each.
 """
 
@@ -9,13 +9,16 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._dynamo.decorators import skip as _skip
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _HALF = 0.5
 _GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
@@ -197,8 +200,13 @@ def in_backward() -> bool:
 
 def current_backward() -> int | None:
     """The number of the backward that the calling thread is inside of."""
-    number = int(torch._C._current_graph_task_id())
+    number: int = torch._C._current_graph_task_id()
     return None if number == -1 else number
+
+
+def transforms_are_active() -> bool:
+    """Whether the calling code runs inside of ``torch.func`` (vmap, grad, jvp and so on)."""
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 def is_inside_transform(tensor: Tensor) -> bool:
@@ -213,6 +221,8 @@ class CheckpointCall:
     function: Any
     preserves_random_state: bool
     arguments: tuple[Any, ...]
+    is_segment: bool = False
+    "Whether it is one of snugfit's own, which also repeats Python's, numpy's and further generators of torch."
 
 
 @contextmanager
@@ -264,13 +274,23 @@ _watching: list[Callable[[CheckpointCall], Callable[[], None]]] = []
 
 def watched(function: Any, arguments: tuple[Any, ...]) -> Callable[[], None]:
     """Show the forward of a segment of our own to whoever watches checkpoints; what is returned is called after it."""
-    after = [around(CheckpointCall(function, True, arguments)) for around in _watching]
+    after = [around(CheckpointCall(function, True, arguments, is_segment=True)) for around in _watching]
 
     def end() -> None:
         for one in after:
             one()
 
     return end
+
+
+def never_compiled(function: _Function) -> _Function:
+    """Keep ``torch.compile`` from compiling a function that torch calls while compiled code runs.
+
+    As ``torch.compiler.disable``, which costs as much per call as a small kernel does, but what the function calls is
+    compiled unless it is marked as well.
+    """
+    _skip(function)
+    return function
 
 
 # --- modes under a segment, for keeping.py ---

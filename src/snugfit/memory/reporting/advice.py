@@ -17,12 +17,13 @@ _LEAST_SHARE = 0.01
 _LARGE_SHARE = 0.2
 _LEAST_SCORES_BYTES = 256 * sizes.MIB
 "Share of the peak, and bytes, below which the class scores of a loss are not worth a change of the loss."
-_OF_CROSS_ENTROPY = (
+OF_CROSS_ENTROPY = (
     "_log_softmax.default",
     "_log_softmax_backward_data.default",
     "nll_loss_backward.default",
     "nll_loss2d_backward.default",
 )
+"Operations whose results are class scores: log-probabilities and gradients."
 _KEPT_ON_PURPOSE = ("parameter", "buffer", "gradient", "optimizer", "workspace", "input")
 
 
@@ -153,7 +154,7 @@ class _Reading:
 
     def class_scores(self) -> str:
         """What a cross entropy over many classes holds: log-probabilities and gradients."""
-        held = {i for i in self._at_peak if self._births[i].op in _OF_CROSS_ENTROPY}
+        held = {i for i in self._at_peak if self._births[i].op in OF_CROSS_ENTROPY}
         num_bytes = self._bytes(held)
         if num_bytes < _LARGE_SHARE * self._replayed.peak_allocated_bytes or num_bytes < _LEAST_SCORES_BYTES:
             return ""

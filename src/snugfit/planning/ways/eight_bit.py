@@ -148,7 +148,8 @@ def _of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _torchao(name: str) -> Callable[..., torch.optim.Optimizer]:
     try:
-        from torchao import optim
+        with rows.quiet_imports():
+            from torchao import optim
     except ImportError as error:
         raise UnsupportedError(
             "8-bit optimizers need torchao",

@@ -103,7 +103,8 @@ def short(names: list[str]) -> list[str]:
 
 def _adapted(model: nn.Module, rank: int, base_dtype: torch.dtype | None) -> nn.Module:
     try:
-        import peft
+        with rows.quiet_imports():
+            import peft
     except ImportError as error:
         raise UnsupportedError(
             "LoRA needs peft",

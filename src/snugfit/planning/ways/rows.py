@@ -4,7 +4,9 @@ Entry points: ``WayOut``, ``Case``, and ``row`` and ``unknown``, which make one.
 """
 
 import importlib.util
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,3 +219,14 @@ def installed(library: str) -> tuple[bool, tuple[str, ...]]:
     """Whether an optional library can be found, and the sentence that says how to get it if not."""
     is_there = importlib.util.find_spec(library) is not None
     return is_there, () if is_there else (f'needs {library}, which is not installed: pip install "snugfit[{library}]"',)
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Importing torchao, which peft does too, warns of kernels that a build of torch cannot load; none is needed."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

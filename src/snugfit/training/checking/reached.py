@@ -123,9 +123,11 @@ class Generators:
         if _state(value) is not None:
             self._known.setdefault(id(value), (f"a {type(value).__module__.partition('.')[0]} generator{place}", value))
 
-    def states(self) -> list[Any]:
-        """Where they are."""
-        return [_state(value) for _, value in self._known.values()]
+    def states(self, *, of_torch: bool = True) -> list[Any]:
+        """Where they are; those of torch may be left out."""
+        return [
+            _state(value) for _, value in self._known.values() if of_torch or not isinstance(value, torch.Generator)
+        ]
 
     def moved(self) -> set[str]:
         """Descriptions of those that moved since they were found."""

@@ -20,6 +20,9 @@ from snugfit.training.checking.side_effects import same_values
 from snugfit.training.diagnosing.operations import leaves
 from snugfit.training.torch_private import CheckpointCall
 
+_OF_TORCH = "Python's random, numpy or a generator of its own", "torch's default random state is"
+_OF_SEGMENTS = "a generator of numpy's or Python's own", "torch's, Python's and numpy's global random states are"
+"What a recomputation does not repeat, and what it does."
 _CACHE_METHODS = ("get_seq_length", "get_usable_length")
 
 
@@ -50,7 +53,7 @@ class Replays:
         module = self.names.called(call.function)
         tensors = [value for value in leaves(call.arguments) if isinstance(value, Tensor)]
         kept = [tensor.detach().clone() for tensor in tensors]
-        states = self._states()
+        drawn, others = self._own_state(), self._others(call)
         cache = next((value for value in call.arguments if _is_cache(value)), None)
         if cache is not None:
             self._add_cache(module, type(cache).__name__)
@@ -71,8 +74,7 @@ class Replays:
             for value, size in zip(containers, sizes, strict=True):
                 if _num_tensors(value) > size:
                     self._add_cache(module, type(value).__name__)
-            now = self._states()
-            if not call.preserves_random_state and not torch.equal(now[0], states[0]):
+            if not call.preserves_random_state and not torch.equal(self._own_state(), drawn):
                 self._add(
                     "dropout-not-replayed",
                     module,
@@ -80,13 +82,13 @@ class Replays:
                     "the recomputation draws others, so the gradient belongs to another mask than the loss; leave "
                     "preserve_rng_state at True",
                 )
-            if now[1:] != states[1:]:
+            if self._others(call) != others:
+                drawn_from, repeated = _OF_SEGMENTS if call.is_segment else _OF_TORCH
                 self._add(
                     "random-numbers-not-replayed",
                     module,
-                    f"{place(module)} draws numbers from Python's random, numpy or a generator of its own and is "
-                    "recomputed, where only torch's default random state is repeated: draw them with torch's default "
-                    "generator, or outside of the recomputed module",
+                    f"{place(module)} draws numbers from {drawn_from} and is recomputed, where only {repeated} "
+                    "repeated: draw them with torch's default generator, or outside of the recomputed module",
                 )
 
         return after
@@ -102,12 +104,15 @@ class Replays:
     def _add(self, kind: str, module: str, message: str) -> None:
         self.hazards.setdefault((kind, module), Hazard(kind, module, message))
 
-    def _states(self) -> tuple[Tensor, Any, Any, Any]:
+    def _own_state(self) -> Tensor:
+        """Of torch's default generators."""
         own = torch.get_rng_state()
-        if self.device.type == "cuda":
-            own = torch.cat([own, torch.cuda.get_rng_state(self.device)])
-        others = None if self._generators is None else self._generators.states()
-        return own, random.getstate(), random_states.numpy_state(), others
+        return torch.cat([own, torch.cuda.get_rng_state(self.device)]) if self.device.type == "cuda" else own
+
+    def _others(self, call: CheckpointCall) -> list[Any]:
+        """The states of generators that a recomputation does not put back."""
+        found = [] if self._generators is None else self._generators.states(of_torch=not call.is_segment)
+        return found if call.is_segment else [*found, random.getstate(), random_states.numpy_state()]
 
 
 def place(module: str) -> str:

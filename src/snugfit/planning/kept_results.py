@@ -1,0 +1,69 @@
+"""What a unit keeps in a run whose segment keeps results: read off a forward of it, whatever that forward drops.
+
+Entry point: ``kept_in_runs``. The options of a single unit are measured instead, by ``probing``: in a run, other than
+by itself, the result of a unit's last product is needed by the unit behind it.
+"""
+
+import fnmatch
+from collections.abc import Sequence
+
+from snugfit.memory.events import Recording
+from snugfit.planning.chain import KeptInRun, Option
+from snugfit.planning.cutting import Element, Sizes
+from snugfit.planning.units import FULL, KEEP_ATTENTION_LAST, KEEP_LAST, KEEP_PRODUCTS
+from snugfit.training.keeping import ATTENTION, MATRIX_PRODUCTS
+
+
+def kept_in_runs(
+    recording: Recording,
+    element: Element,
+    sizes: Sizes,
+    work_ns: Sizes,
+    forward_ns: int,
+    options: Sequence[Option],
+) -> tuple[KeptInRun, ...]:
+    """The policies that runs of a unit may have; none where it has no matrix product.
+
+    Args:
+        recording: Where the unit's forward is.
+        element: The unit.
+        sizes: Bytes of each birth of the recording.
+        work_ns: Time of each piece of its work.
+        forward_ns: What recomputing all of the unit costs.
+        options: What was measured of the unit by itself, recomputing all of it among them.
+    """
+    births = [event - 1 for event in recording.events[slice(*element.forward)] if event > 0]
+
+    def results_of(names: Sequence[str]) -> list[int]:
+        found = [(recording.births[i], int(sizes[i])) for i in births]
+        return [size for birth, size in found if birth.category != "workspace" and _is_one_of(birth.op, names)]
+
+    def times_of(names: Sequence[str]) -> list[int]:
+        return [int(work_ns[i]) for i in range(*element.forward_work) if _is_one_of(recording.work[i][1].op, names)]
+
+    products, spent = results_of(MATRIX_PRODUCTS), times_of(MATRIX_PRODUCTS)
+    known = {option.name: option for option in options}
+    if not products or not spent or FULL not in known:
+        return ()
+    full = known[FULL]
+
+    def way(policy: str, kept_bytes: int, spared_ns: int) -> KeptInRun:
+        own = known.get(policy)
+        if own is None:
+            return KeptInRun(policy, kept_bytes, forward_ns - spared_ns, forward_ns - spared_ns)
+        # Where nothing behind the last product is saved, the unit by itself neither keeps nor repeats that.
+        keeps_last = own.kept_bytes - full.kept_bytes > kept_bytes - products[-1]
+        again_ns = own.extra_ns + forward_ns - full.extra_ns - (0 if keeps_last else spent[-1])
+        return KeptInRun(policy, kept_bytes, max(again_ns, 0), own.extra_ns)
+
+    mixed, mixing = sum(results_of(ATTENTION)), sum(times_of(ATTENTION))
+    found = [way(KEEP_LAST, products[-1], spent[-1])]
+    if mixed:
+        found.append(way(KEEP_ATTENTION_LAST, products[-1] + mixed, spent[-1] + mixing))
+    if mixed or len(products) > 1:
+        found.append(way(KEEP_PRODUCTS, sum(products) + mixed, sum(spent) + mixing))
+    return tuple(found)
+
+
+def _is_one_of(op: str, names: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(op.partition(".")[0], name) for name in names)

@@ -1,0 +1,176 @@
+"""What ``snugfit plan`` prints: it fits a terminal, says what to change in a script, and that is the same training."""
+
+import copy
+import io
+import re
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import snugfit
+from snugfit import Plan, Segment, plan_tables
+from snugfit.planning.ladder import blocks_of, short_line
+from snugfit.planning.script import script
+from snugfit.sizes import GIB, MIB
+
+WIDTH = 100
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+def job(classes=10):
+    return snugfit.Job(
+        lambda: nn.Sequential(*(Block() for _ in range(4)), nn.Linear(64, classes)),
+        lambda model, batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"]),
+        lambda model: torch.optim.AdamW(model.parameters()),
+        lambda n: {"x": torch.randn(n, 64), "y": torch.zeros(n, dtype=torch.long)},
+    )
+
+
+def printed(report, width=WIDTH):
+    out = io.StringIO()
+    plan_tables.show(Console(file=out, width=width, highlight=False, markup=False, emoji=False), report)
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def cut():
+    """A plan in several micro-batches on the CPU."""
+    return snugfit.plan(job(), "cpu", 2048, budget="12MiB")
+
+
+def test_a_small_job_is_shown_in_mib_and_a_large_one_in_gib(cut):
+    heads = printed(cut).partition("full batch, fp32")[0]
+    assert "MiB" in heads
+    assert "GiB" not in heads
+    assert plan_tables.unit_for([GIB, 4 * GIB - 1]) == "MiB"
+    assert plan_tables.unit_for([1, 4 * GIB]) == "GiB"
+    assert (plan_tables.in_unit(3 * MIB // 2, "MiB"), plan_tables.in_unit(3 * GIB // 2, "GiB")) == ("1.5", "1.50")
+
+
+def test_a_hundred_columns_hold_every_rung_on_a_line_of_its_own(cut):
+    lines = printed(cut).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    for rung in cut.ladder:
+        words = (short_line(rung.plan, blocks_of(cut.ladder)), f"{rung.relative_time:.2f}")
+        assert any(all(word in line for word in words) for line in lines), rung.name
+
+
+BLOCKS = (Segment(("0",)), Segment(("1",)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "3 x 43, fp32"),
+        ({"precision": "bf16-mixed", "recompute": BLOCKS}, "3 x 43, bf16, every block"),
+        ({"precision": "16-mixed", "recompute": BLOCKS[:1]}, "3 x 43, fp16, 1 segment"),
+        (
+            {"recompute": (Segment(("0",), "keep-matmul"), Segment(("1",)))},
+            "3 x 43, fp32, every block full/keep-matmul",
+        ),
+        ({"optimizer_impl": "fused", "loss_chunks": 4}, "3 x 43, fp32, fused update, loss in 4"),
+        ({"precision": "bf16-true"}, "3 x 43, bf16 weights"),
+    ],
+)
+def test_a_plan_is_a_few_words_in_a_column(fields, words):
+    assert short_line(Plan(batch_size=128, micro_batch_size=43, **fields), BLOCKS) == words
+
+
+def test_what_is_printed_begins_with_the_script_and_speaks_of_no_list_of_claims(cut):
+    text = printed(cut)
+    order = ["plan:", "what to change in your script", "\nreasons\n", "\nworth knowing\n", "fits (modelled)"]
+    assert sorted(order, key=text.index) == order
+    assert not re.search(r"\b[TF]\d{1,2}\b", text)
+    assert text.rstrip().endswith("(modelled)")
+    document = plan_tables.document(cut)
+    assert [line.partition("  #")[0] for line in document["script"]["pytorch"]][-1].endswith("optimizer.zero_grad()")
+    assert all("claim" not in one for one in document["advice"])
+
+
+def test_the_lines_with_snugfit_and_those_without_train_alike(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = Plan(batch_size=32, micro_batch_size=12, recompute=BLOCKS)
+    plan.save("plan.json")
+    torch.manual_seed(0)
+    first = nn.Sequential(*(Block() for _ in range(2)), nn.Linear(64, 1)).double()
+    batch = torch.randn(32, 64, dtype=torch.float64)
+    ended = []
+    for lines in (script(plan, "cpu").snugfit, script(plan, "cpu").pytorch):
+        model = copy.deepcopy(first)
+        names = {"snugfit": snugfit, "torch": torch, "plan": plan, "model": model, "batch": batch}
+        names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss_fn(model, micro, names=names):
+            names["n"] = len(micro)  # which the comment of its line says
+            return model(micro).square().mean()
+
+        names["loss_fn"] = loss_fn
+        exec("\n".join(line.code for line in lines if not line.code.startswith("    checkpoint(")), names)
+        ended.append(model)
+    plain = copy.deepcopy(first)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    plain(batch).square().mean().backward()
+    optimizer.step()
+    for model in ended:
+        for mine, whole in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, whole, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "codes"),
+    [
+        ({"precision": "bf16-mixed"}, "cuda", ['with torch.autocast("cuda", torch.bfloat16):', "loss.backward()"]),
+        ({"precision": "16-mixed"}, "cuda", ["scaler.scale(loss).backward()", "scaler.update()"]),
+        ({"precision": "bf16-mixed"}, "cpu", ['with torch.autocast("cpu", torch.bfloat16):']),
+        ({"optimizer_impl": "fused"}, "cuda", ["fused=True"]),
+        ({"loss_chunks": 4}, "cuda", ["snugfit.chunked_cross_entropy(hidden, weight, labels, chunks=4)"]),
+        ({"recompute": BLOCKS}, "cuda", ["checkpoint(module, x, use_reentrant=False)"]),
+        ({"recompute": (Segment(("0",), "offload"),)}, "cuda", ["save_on_cpu"]),
+        ({"norm_policy": "frozen"}, "cuda", ["snugfit.norms.freeze(model)"]),
+        ({"world_size": 2, "batch_size": 256}, "cuda", ["model.no_sync()"]),
+        ({"precision": "bf16-true"}, "cuda", ["model.to(torch.bfloat16)"]),
+    ],
+)
+def test_each_field_of_a_plan_is_a_line_of_the_script(fields, kind, codes):
+    plan = Plan(**{"batch_size": 128, "micro_batch_size": 43, **fields})
+    text = "\n".join(line.code for line in script(plan, kind).pytorch)
+    assert all(code in text for code in codes)
+    bare = "\n".join(line.code for line in script(Plan(batch_size=128, micro_batch_size=43), kind).pytorch)
+    assert not all(code in bare for code in codes)
+
+
+def test_an_engine_is_told_what_it_does_not_do_to_an_optimizer_it_is_given():
+    fused = Plan(batch_size=8, micro_batch_size=4, optimizer_impl="fused")
+    assert "fused=True" in [line.code for line in script(fused, "cuda").snugfit]
+    pure = Plan(batch_size=8, micro_batch_size=4, precision="bf16-true")
+    assert any("snugfit.build" in line.code for line in script(pure, "cuda").snugfit)
+
+
+def test_a_loss_over_many_classes_is_told_of_the_one_in_chunks_with_its_share():
+    found = snugfit.plan(job(classes=2000), "cpu", 2048, budget="40MiB", fixed={"recompute": ()})
+    (note,) = [note for note in found.notes if "chunked_cross_entropy" in note]
+    micro = found.plan.micro_batch_size
+    share = int(re.search(r"(\d+)%", note)[1]) / 100
+    scores = 4 * 2000 * micro / found.memory.peak_allocated_bytes  # of one such tensor in fp32
+    assert scores - 0.01 <= share <= 3 * scores + 0.01  # log-probabilities and up to two gradients
+    assert not [note for note in snugfit.plan(job(), "cpu", 2048, budget="12MiB").notes if "class scores" in note]
+
+
+def test_a_cpu_says_what_its_budget_is_for(cut):
+    assert any("Python, torch" in note for note in cut.notes)
+
+
+def test_a_budget_without_its_unit_is_asked_about():
+    with pytest.raises(snugfit.InfeasibleError) as caught:
+        snugfit.plan(job(), "cpu", 8, budget=160)
+    assert '"160MiB"' in caught.value.hint
