@@ -180,3 +180,16 @@ def test_the_time_of_several_cards_holds_the_reductions_that_backward_does_not_h
     nothing_hidden = gradients / (0.8 * links.between(device).bandwidth)  # a ring of two sends each byte once
     assert 0 < once < 1.1 * nothing_hidden
     assert four_times == pytest.approx(4 * once)
+
+
+def test_what_the_smallest_candidate_needs_is_the_least_budget():
+    def loss(model, batch):
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    small = dataclasses.replace(job(), model=lambda: Stack(1), loss=loss)
+    with pytest.raises(snugfit.InfeasibleError) as caught:
+        snugfit.plan(small, "cpu", 61, 8 * MIB)
+    least = caught.value.smallest.needed_bytes
+    assert snugfit.plan(small, "cpu", 61, least).memory.needed_bytes <= least
+    with pytest.raises(snugfit.InfeasibleError):
+        snugfit.plan(small, "cpu", 61, int(0.995 * least))

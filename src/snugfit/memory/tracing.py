@@ -65,6 +65,8 @@ _FULL_MICRO_BATCHES = 2
 _MOST_MICRO_BATCHES = 64
 "Traced in full where what they leave alive adds up; beyond, it is multiplied, which takes it as even."
 _WINDOWS = 2
+_POINTER = "Accessing the data pointer of FakeTensor"
+"A warning of torch's own code, which copies fake tensors."
 
 NO_DEVICE = (
     'the step never names "cuda": it is counted as if all that it makes were on the card; as it is written it would '
@@ -261,7 +263,7 @@ def record(
         stack.enter_context(recorder.recording_on())
         stack.enter_context(mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # torch's own, of ours
+        warnings.filterwarnings("ignore", message=_POINTER)
         warnings.filterwarnings("ignore", message="BatchNorm makes")  # of numbers, which a trace does not have
         functions = cuda_functions.answered_for(device, recorder, assume) if cuda else cuda_functions.absent()
         stack.enter_context(functions)
@@ -316,8 +318,10 @@ def skeleton(job: Job) -> nn.Module:
     """
     if isinstance(job.model, nn.Module):
         return job.model
-    with random_states.seeded(job.seed), _initialisers_off(), Recorder(host_scalars=False):
-        return build.build_model(job)
+    with random_states.seeded(job.seed), _initialisers_off(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=_POINTER)
+        with Recorder(host_scalars=False):
+            return build.build_model(job)
 
 
 @contextmanager

@@ -331,15 +331,24 @@ class Search:
         """Weights, gradients and state of the optimizer alone are too large, at any micro-batch size."""
         blocks = tuple(Segment((name,)) for name in self.joint.names)
         size = self.joint.sizes(family_of(like))[-1]
-        with suppress(SnugfitError):  # its micro-batches are too small, or its blocks cannot be recomputed
-            self._exact(replace(like, micro_batch_size=size, recompute=blocks or like.recompute))
+        candidates = [replace(like, micro_batch_size=size, recompute=blocks or like.recompute)]
+        if self._exact(like).memory.peak_at.phase == "optimizer":  # which samples are no part of
+            candidates.append(like)
+        updates = (like.optimizer_impl,) if "optimizer_impl" in self.fixed else ("fused", "for-loop")
+        for candidate in candidates:
+            for update in updates:
+                # Its optimizer has no such form, its micro-batches are too small, or its blocks cannot be recomputed.
+                with suppress(SnugfitError):
+                    self._exact(replace(candidate, optimizer_impl=update))
+                    break
         return self._without_plan()
 
     def _infeasible(self, families: Sequence[Plan]) -> SnugfitError:
         for like in families:
-            choice = self.joint.smallest(like)
-            if choice.plan not in self.traced:
-                self._attempt(choice)
+            for form in self.joint.variants(like):
+                choice = self.joint.smallest(form)
+                if choice.plan not in self.traced:
+                    self._attempt(choice)
         return self._without_plan()
 
     def _without_plan(self) -> SnugfitError:

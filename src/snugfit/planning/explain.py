@@ -64,8 +64,9 @@ def reasons(
     )
     found.setdefault("optimizer_impl", own)
     if plan.world_size > 1:
-        more = f"in every micro-step they would be sent {plan.accumulation_steps} times, and take no less memory"
-        found.setdefault("sync", "gradients are reduced once per update" + (f"; {more}" if plan.accumulation_steps > 1 else ""))
+        steps = plan.accumulation_steps
+        more = f"; in every micro-step they would be sent {steps} times, and take no less memory" if steps > 1 else ""
+        found.setdefault("sync", f"gradients are reduced once per update{more}")
     if plan.loss_chunks > 1:
         chunks = f"the loss is computed in {plan.loss_chunks} parts: their logits are never all there"
         found.setdefault("loss_chunks", chunks)

@@ -147,8 +147,12 @@ class JointSearch:
         return min(equals, key=lambda choice: (len(choice.plan.recompute), -choice.plan.micro_batch_size))
 
     def smallest(self, like: Plan, recompute: str = ANY) -> Choice:
-        """The choice of a family that is predicted to need least."""
-        plan = replace(like, micro_batch_size=min(self.sizes(family_of(like))))
+        """The choice of a family that is predicted to need least: of the smallest size, or of the whole batch."""
+        sizes = self.sizes(family_of(like))
+        ends = [self._smallest(replace(like, micro_batch_size=size), recompute) for size in {sizes[0], sizes[-1]}]
+        return min(ends, key=lambda choice: choice.allocated_bytes)
+
+    def _smallest(self, plan: Plan, recompute: str) -> Choice:
         chain = self.chain(plan)
         if recompute == NONE:
             return self.choice(plan, chain, chain.all_by(NOTHING), 0)
