@@ -39,7 +39,7 @@ class Scenario:
     allow: tuple[str, ...] = ()
     fits: bool = True
     limit_s: float | None = None
-    "CPU seconds that planning may take above imports."
+    "Seconds that planning may take above imports, on two cores that do nothing else."
 
     @property
     def name(self) -> str:
@@ -194,8 +194,8 @@ def missed(scenario: Scenario, made: Mapping[str, Any]) -> list[str]:
     found = []
     if (made["plan"] is not None) != scenario.fits:
         found.append("a plan was expected" if scenario.fits else "no plan was expected")
-    if scenario.limit_s is not None and made["cpu_s"] > scenario.limit_s:
-        found.append(f"{made['cpu_s']:.1f} s of CPU time, {scenario.limit_s:g} s allowed")
+    if scenario.limit_s is not None and made["wall_s"] > scenario.limit_s:
+        found.append(f"{made['wall_s']:.1f} s, {scenario.limit_s:g} s allowed")
     if made["peak_bytes"] > LIMIT_BYTES:
         found.append(f"{made['peak_bytes'] / (1 << 20):.0f} MiB resident, 1 GiB allowed")
     return found
