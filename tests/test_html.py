@@ -53,6 +53,17 @@ def test_details_that_are_saved_are_read_as_they_were(tmp_path, searched):
     assert details.load(tmp_path / "plan.details.json", PLAN) == searched
 
 
+def test_details_of_a_version_that_knew_nothing_of_loops_are_read(tmp_path, searched):
+    file = tmp_path / "old.details.json"
+    details.save(searched, file)
+    document = json.loads(file.read_text())
+    assert document.pop("loop")["form"] != "other"
+    document.pop("plan_file")
+    file.write_text(json.dumps(document))
+    old = details.load(file, searched.plan)
+    assert "snugfit.split(batch" in entities.unescape(html.document(old))
+
+
 def test_details_lie_beside_their_plan():
     assert details.beside("runs/plan.json").as_posix() == "runs/plan.details.json"
 
@@ -279,7 +290,7 @@ def test_the_page_says_what_to_change_in_a_script_and_what_is_worth_knowing(sear
     told = dataclasses.replace(searched, notes=("a note",), advice={"clipping": "a limit"})
     page = entities.unescape(outside_of_plotly(html.document(told)))
     code = page[page.index("What to change in your script") : page.index("What memory is paid with")]
-    assert "for micro in snugfit.split(batch, 4):" in code
+    assert ".split(4)" in code
     assert "snugfit.Engine(model, optimizer, plan, loss=loss_fn)" in code
     assert "<li>a note</li>" in page
     assert "<td>clipping</td><td>a limit</td>" in page
@@ -442,7 +453,7 @@ def test_plan_writes_details_beside_the_plan_and_report_shows_them(jobs, tmp_pat
     status, out, err = call("report", "plan.json")
     assert (status, err) == (0, "")
     assert out.startswith("plan.html")
-    assert (tmp_path / "plan.html").read_text() == html.document(kept)
+    assert (tmp_path / "plan.html").read_text() == html.document(dataclasses.replace(kept, plan_file="plan.json"))
     status, out, _ = call("report", "plan.json", "-o", "there/page.html", "--json")
     assert json.loads(out) == {"page": "there/page.html", "num_bytes": (tmp_path / "there/page.html").stat().st_size}
 

@@ -119,7 +119,8 @@ def test_cards_are_told_bytes_and_seconds_on_their_link():
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "words"), [(32, "by 4 (linear) or 2 (sq"), (1024, "by 128 (linear) or 11.3 (sq")]
+    ("batch_size", "words"),
+    [(32, "by 4 (linear) or 2 (square root, "), (1024, "by 128 (linear) or 11.3 (square root, ")],
 )
 def test_the_rate_of_a_larger_batch_is_given_by_both_rules(batch_size, words):
     topics, _ = advice_on(batch_size=batch_size, micro_batch_size=8, options={"reference_batch_size": 8})

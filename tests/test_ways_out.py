@@ -229,7 +229,7 @@ def test_fused_backward_says_at_least_where_the_saved_activations_of_the_batch_a
     assert row.needed_bytes > 5 * 4 * sizes.GIB
     assert not row.fits
     assert row.is_least
-    assert sentences([row])[0].startswith("fused-backward: at least ")
+    assert sentences([row])[0].startswith("fused-backward: does not fit, at least ")
 
 
 @pytest.mark.parametrize("micro_batch_size", [4, 2])
@@ -402,6 +402,18 @@ def test_lora_freezes_all_but_its_adapters_and_keeps_names_and_the_given_module(
     assert all(torch.equal(value, before[name]) for name, value in given.state_dict().items())
 
 
+def test_every_adapter_of_an_encoder_with_multi_head_attention_is_reached_by_a_gradient():
+    pytest.importorskip("peft")
+    made = lora.with_lora(
+        Job(lambda: torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), loss, adamw, batch), base_dtype=None
+    )
+    adapted = made.model()
+    adapted(torch.randn(2, 3, 16)).square().sum().backward()
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert sum(p.numel() for p in trained.values()) == 2 * lora.RANK * (16 + 32)  # linear1 and linear2
+    assert [name for name, p in trained.items() if p.grad is None] == []
+
+
 def test_an_optimizer_without_an_8_bit_form_is_named():
     job = replace(stack_job(), optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     row = rows_of(job, Plan(batch_size=2, micro_batch_size=2), allow=["8bit-optimizer"])["8bit-optimizer"]
@@ -498,3 +510,17 @@ def test_a_rewritten_recording_keeps_marks_and_what_is_not_changed():
     assert [birth.num_bytes for birth in done.births] == [11, 20, 30, 5]
     assert done.marks == [(0, "window"), (2, "forward end"), (6, "step end")]
     assert recording.births[0].num_bytes == 10
+
+
+def test_a_way_is_a_short_line_that_ends_in_what_to_type():
+    fits = ways_out(stack_job(), Plan(batch_size=2, micro_batch_size=2), hardware.resolve("cpu"), sizes.GIB)
+    by_name = {line.partition(":")[0]: line for line in sentences(fits)}
+    for way in fits:
+        line = by_name[way.name]
+        if way.fits:
+            end = f"type --allow {way.name}" if way.executed_by_snugfit else "by hand, --json has the lines"
+            assert line.endswith(end)
+        assert "--allow" not in line or way.executed_by_snugfit
+        assert len(line) < 200
+    long = replace(fits[0], memory=None, notes=("a reason " * 100 + "\nTraceback",))
+    assert len(sentences([long])[0]) < 200

@@ -5,7 +5,7 @@ Entry points: ``Request`` and its kinds, whose fields are the arguments and opti
 
 import difflib
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -113,7 +113,7 @@ class Request(Output):
     def search(self, job: Job, card: hardware.Device, budget_bytes: int) -> PlanReport:
         """The plan that the search finds around what is given."""
         with tables.progress() as say:
-            return search.plan(
+            found = search.plan(
                 job,
                 card,
                 batch_size=self.batch_size(job),
@@ -123,6 +123,13 @@ class Request(Output):
                 allow=self.allowed(),
                 progress=say,
             )
+        return found if self.batch is not None else replace(found, reasons={**found.reasons, **self._batch_of(job)})
+
+    def _batch_of(self, job: Job) -> dict[str, str]:
+        """Why the batch size is what it is, where no option says it."""
+        is_example = isinstance(job.batch, DataLoader) or not callable(job.batch)
+        whose = "that of the job's example batch" if is_example else "a default"
+        return {"batch_size": f"{whose}: --batch says another one; the search never changes it"}
 
     def allowed(self) -> tuple[str, ...]:
         """Changes of the job that may be made."""
@@ -160,6 +167,10 @@ class SearchRequest(FileRequest):
     def allowed(self) -> tuple[str, ...]:
         """Changes of the job that may be made."""
         return tuple(self.allow or ())
+
+    def saved_as(self) -> str | None:
+        """Where the plan is saved, as it is written in a script."""
+        return None if self.output is None else self.output.as_posix()
 
     def tried_out(self, job: Job, card: hardware.Device, found: PlanReport) -> PlanReport:
         """What was found, after its best plans were run where that is asked for."""

@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, replace
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -36,6 +36,7 @@ from snugfit.arguments import (
 from snugfit.errors import DeviceMemoryError, InfeasibleError, NonFiniteError, PlanError, SnugfitError
 from snugfit.jobs import Job
 from snugfit.memory.replay import replaying, snapshots
+from snugfit.option_names import spelled
 from snugfit.page import details, html, subject
 from snugfit.planning import calibration
 from snugfit.plans import write_atomically
@@ -118,16 +119,22 @@ def plan(request: SearchRequest) -> int:
     with prints_on_stderr():
         job = load_target(request.target, **request.options())
         card, budget_bytes = request.card()
-        found = request.tried_out(job, card, request.search(job, card, budget_bytes))
+        try:
+            found = request.tried_out(job, card, request.search(job, card, budget_bytes))
+        except InfeasibleError:
+            if request.output is not None:
+                kept = "; the plan that is there is an older one" if request.output.exists() else ""
+                print(f"no plan was written to {request.output}{kept}", file=sys.stderr)
+            raise
         for way in found.changes:
             tables.warning(f"the plan is for a job that was changed: {way.change}", set())
         if request.output is not None:
             found.plan.save(request.output)
             details.save(request.shown(job, card, budget_bytes, found), details.beside(request.output))
     if request.as_json:
-        print(_document(plan_tables.document(found)))
+        print(_document(plan_tables.document(found, request.saved_as())))
     else:
-        plan_tables.show(tables.console(), found)
+        plan_tables.show(tables.console(), found, request.saved_as())
     return DONE
 
 
@@ -193,6 +200,7 @@ def report(request: ReportRequest) -> int:
         with prints_on_stderr():
             job = load_target(again.target, **again.options())
             known = details.again(job, about.plan, *again.card(), target=again.target, options=again.options())
+    known = replace(known, plan_file=about.file.as_posix())
     page = request.page()
     num_bytes = html.write(page, known, about.run)
     if request.as_json:
@@ -337,7 +345,7 @@ def _answer(act: Callable[[], int], request: Output) -> int:
             if request.debug:
                 traceback.print_exc()
             named = error if isinstance(error, SnugfitError) else _named(error)
-            print(named, file=sys.stderr)
+            print(spelled(named), file=sys.stderr)
             if not isinstance(error, (InfeasibleError, DeviceMemoryError, NonFiniteError)):
                 return USER_ERROR
             if request.as_json:

@@ -11,9 +11,11 @@ from rich.console import Console
 
 from snugfit import sizes, tables
 from snugfit.memory_tables import new_table
-from snugfit.planning.ladder import Rung, blocks_of, short_line
+from snugfit.option_names import in_options
+from snugfit.planning import options
+from snugfit.planning.ladder import Rung, blocks_of, legend, short_line
 from snugfit.planning.plan_report import PlanReport
-from snugfit.planning.script import script
+from snugfit.planning.script import Script, script
 from snugfit.planning.trials import Trial
 
 _SMALL_BYTES = 4 * sizes.GIB
@@ -22,8 +24,21 @@ _UNITS = {"MiB": (sizes.MIB, 1), "GiB": (sizes.GIB, 2)}
 "Bytes, and decimals that are shown."
 
 
-def show(out: Console, report: PlanReport) -> None:
-    """Print what a search found."""
+def show(out: Console, report: PlanReport, plan_file: str | None = None) -> None:
+    """Print what a search found.
+
+    Args:
+        out: Where to; lines end where their last letter does.
+        report: What was found.
+        plan_file: Where the plan was saved; None: it was not.
+    """
+    with out.capture() as captured:
+        _show(out, report, plan_file)
+    for line in captured.get().splitlines():
+        print(line.rstrip(), file=out.file)
+
+
+def _show(out: Console, report: PlanReport, plan_file: str | None) -> None:
     memory = report.memory
     out.print(f"device: {memory.device}, budget {sizes.text(report.budget_bytes)}, {memory.label}\n")
     if report.ladder:
@@ -31,7 +46,7 @@ def show(out: Console, report: PlanReport) -> None:
     out.print(f"\nplan:      {tables.plan_line(report.plan)}")
     if report.runner_up is not None:
         out.print(f"runner-up: {tables.plan_line(report.runner_up)}")
-    _script(out, report)
+    _script(out, report, plan_file)
     _reasons(out, report)
     _worth_knowing(out, report)
     if report.trials:
@@ -39,7 +54,7 @@ def show(out: Console, report: PlanReport) -> None:
     how = "measured" if report.trials else "modelled"
     seconds = report.step_time_s
     rate = f", {_rate(report.plan.batch_size / seconds)} samples/s" if seconds else ""
-    out.print(f"\n{tables.verdict(memory, report.budget_bytes)}, {_seconds(seconds)} per update{rate} ({how})")
+    out.print(f"\n{tables.verdict(memory, report.budget_bytes)}, {tables.duration(seconds)} per update{rate} ({how})")
 
 
 def _ladder(out: Console, ladder: tuple[Rung, ...]) -> None:
@@ -66,8 +81,10 @@ def _ladder(out: Console, ladder: tuple[Rung, ...]) -> None:
             f"{rung.flops / first.flops:.2f}" if first.flops else "",
         )
     out.print(table)
-    out.print("plan: micro-batches x samples of each. needed: reserved, context and margin.")
+    out.print("plan: micro-batches x samples of each + a smaller last one. needed: reserved, context, margin.")
     out.print("time, compute: of an update, modelled; those of the first rung are 1.")
+    for sentence in legend(rung.plan for rung in ladder):
+        out.print(sentence)
 
 
 def unit_for(sizes_bytes: Iterable[int]) -> str:
@@ -82,24 +99,26 @@ def in_unit(num_bytes: int, unit: str) -> str:
     return f"{value:.{0 if value >= 1000 else decimals}f}"
 
 
-def _script(out: Console, report: PlanReport) -> None:
+def _script(out: Console, report: PlanReport, plan_file: str | None) -> None:
     out.print("\nwhat to change in your script", style="bold")
+    out.print("  loss_fn(model, batch) is your loss, a mean; the other names are yours, too")
     for way in report.changes:
         out.print(f"  the job must change: {way.change}")
-        out.print("\n".join(f"    {line}" for line in way.code.splitlines()), highlight=False, markup=False)
-    lines = script(report.plan, "cpu" if report.memory.device == "cpu" else "cuda")
+        _code(out, way.code.splitlines())
+    lines = _lines(report, plan_file)
     for heading, found in (("with snugfit", lines.snugfit), ("or without it", lines.pytorch)):
         out.print(f"  {heading}")
-        width = max(len(line.code) for line in found)
-        shown = [f"    {code:<{width}}  # {comment}" if comment else f"    {code}" for code, comment in found]
-        if max(map(len, shown)) > out.width:  # then what is said of a line comes before it
-            shown = [f"    {text}" for code, comment in found for text in _above(code, comment)]
-        out.print("\n".join(shown))
+        _code(out, found)
 
 
-def _above(code: str, comment: str) -> list[str]:
-    indent = code[: len(code) - len(code.lstrip())]
-    return [f"{indent}# {comment}", code] if comment else [code]
+def _code(out: Console, lines: Iterable[str]) -> None:
+    """Print code as it is: a line that is longer than the terminal is left to it."""
+    out.print("\n".join(f"    {line}" for line in lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def _lines(report: PlanReport, plan_file: str | None) -> Script:
+    kind = "cpu" if report.memory.device == "cpu" else "cuda"
+    return script(report.plan, kind, report.loop, plan_file)
 
 
 def _reasons(out: Console, report: PlanReport) -> None:
@@ -110,9 +129,14 @@ def _reasons(out: Console, report: PlanReport) -> None:
         value = getattr(report.plan, name)
         if name == "world_size" and value == 1:
             continue
-        shown = (f"{len(value)} segments" if value else "nothing") if name == "recompute" else str(value)
-        table.add_row(f"  {name}", shown, reason)
+        table.add_row(f"  {name}", _value(name, value), reason)
     out.print(table)
+
+
+def _value(name: str, value: Any) -> str:
+    if name == "recompute":
+        return options.segments(len(value)) if value else "nothing"
+    return options.short(value) if name == "precision" else str(value)
 
 
 def _worth_knowing(out: Console, report: PlanReport) -> None:
@@ -120,7 +144,7 @@ def _worth_knowing(out: Console, report: PlanReport) -> None:
     table = new_table(("", "left"), ("", "left"))
     table.show_header = False
     for topic, sentence in (*(("", note) for note in report.notes), *((a.topic, a.text) for a in report.advice)):
-        table.add_row(f"  {topic or 'note'}", sentence)
+        table.add_row(f"  {topic or 'note'}", in_options(sentence))
     out.print(table)
 
 
@@ -132,24 +156,17 @@ def _trials(out: Console, report: PlanReport) -> None:
             table.add_row(short_line(trial.plan), "out of memory", "", "")
         else:
             peak = in_unit(trial.peak_bytes, unit)
-            table.add_row(short_line(trial.plan), _seconds(trial.step_time_s), f"{trial.spread:.0%}", peak)
+            table.add_row(short_line(trial.plan), tables.duration(trial.step_time_s), f"{trial.spread:.0%}", peak)
     out.print()
     out.print(table)
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 100:
-        return f"{seconds:,.0f} s"
-    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
 
 
 def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def document(report: PlanReport) -> dict[str, Any]:
+def document(report: PlanReport, plan_file: str | None = None) -> dict[str, Any]:
     """What ``show`` prints, as built-in values."""
-    kind = "cpu" if report.memory.device == "cpu" else "cuda"
     return {
         "device": report.memory.device,
         "budget_bytes": report.budget_bytes,
@@ -157,7 +174,7 @@ def document(report: PlanReport) -> dict[str, Any]:
         "plan": report.plan.to_dict(),
         "step_time_s": report.step_time_s,
         "runner_up": None if report.runner_up is None else report.runner_up.to_dict(),
-        "script": script(report.plan, kind).to_dict(),
+        "script": _lines(report, plan_file).to_dict(),
         "reasons": dict(report.reasons),
         "notes": list(report.notes),
         "advice": [{"topic": one.topic, "text": one.text, "numbers": dict(one.numbers)} for one in report.advice],

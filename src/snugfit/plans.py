@@ -320,6 +320,17 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         )
 
 
+def cut(plan: Plan) -> str:
+    """How the samples of one rank are cut, the last micro-batch by itself if it is a smaller one.
+
+    Example:
+        >>> cut(Plan(batch_size=128, micro_batch_size=43)), cut(Plan(batch_size=128, micro_batch_size=32))
+        ('2 x 43 + 42', '4 x 32')
+    """
+    full, tail = divmod(plan.samples_per_rank, plan.micro_batch_size)
+    return f"{full} x {plan.micro_batch_size}" + (f" + {tail}" if tail else "")
+
+
 def nearest(value: str, choices: tuple[str, ...]) -> str:
     """The choice that was probably meant: ``bf16`` means ``bf16-mixed``, ``fp16`` means ``16-mixed``."""
     begun = [choice for choice in choices if value and choice.startswith(value)]

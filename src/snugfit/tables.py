@@ -5,6 +5,7 @@ the JSON documents that stand for them; those of memory are ``memory_tables``'s,
 Numbers are computed elsewhere; this file only chooses columns, units and words.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from snugfit.hardware import Device
 from snugfit.memory.replay.replaying import Replay
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory_tables import new_table as _table
-from snugfit.plans import Plan
+from snugfit.plans import Plan, cut
 from snugfit.rates import OVERHEADS, Rates
 from snugfit.training.checking.check import CheckReport
 from snugfit.training.diagnosing.diagnosis import Diagnosis
@@ -32,23 +33,36 @@ _RATES = ("float32", "tf32", "float16", "bfloat16", "fp8")
 
 
 def console() -> Console:
-    """Standard output; in a file or pipe tables get a width of their own, so that no column is cut."""
-    width = None if sys.stdout.isatty() else _WIDTH_OF_FILES
+    """Standard output; in a file or pipe tables get a width of their own unless COLUMNS says one."""
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _WIDTH_OF_FILES
     return Console(width=width, highlight=False, markup=False, emoji=False)
 
 
 def plan_line(plan: Plan) -> str:
     """A plan in one line."""
-    ranks = f"{plan.world_size} ranks x " if plan.world_size > 1 else ""
-    cut = f"{ranks}{plan.accumulation_steps} x {plan.micro_batch_size}"
-    recompute = [f"recompute {len(plan.recompute)} segments"] if plan.recompute else []
+    ranks = f" on each of {plan.world_size} ranks" if plan.world_size > 1 else ""
+    precision = "fp32" if plan.precision == "32-true" else plan.precision
+    count = len(plan.recompute)
+    recompute = [f"recompute {count} segment{'s' if count > 1 else ''}"] if plan.recompute else []
     others = [
         f"{field.name} {getattr(plan, field.name)}"
         for field in fields(plan)
         if field.name in _SHOWN and getattr(plan, field.name) != field.default
     ]
-    line = [f"batch {plan.batch_size} as {cut}", plan.precision, *recompute, *others]
+    line = [f"batch {plan.batch_size} as {cut(plan)}{ranks}", precision, *recompute, *others]
     return ", ".join(line)
+
+
+def duration(seconds: float) -> str:
+    """A time for people, in the unit that suits it.
+
+    Example:
+        >>> duration(0.0213), duration(12.3), duration(486), duration(36000)
+        ('21.3 ms', '12.3 s', '8.1 min', '10 h')
+    """
+    if seconds >= 100:
+        return f"{seconds / 60:.3g} min" if seconds < 6000 else f"{seconds / 3600:,.3g} h"
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{1000 * seconds:.3g} ms"
 
 
 def verdict(report: MemoryReport, budget_bytes: int) -> str:
@@ -182,6 +196,7 @@ def error_document(error: SnugfitError) -> dict[str, Any]:
         "budget_bytes": getattr(error, "budget_bytes", None),
         "plan": plan.to_dict() if isinstance(plan, Plan) else None,
         "memory": smallest.to_dict() if isinstance(smallest, MemoryReport) else None,
+        "ways": [way.to_dict() for way in getattr(error, "ways", ())],
     }
 
 

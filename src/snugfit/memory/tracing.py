@@ -320,7 +320,9 @@ def skeleton(job: Job) -> nn.Module:
         return job.model
     with random_states.seeded(job.seed), _initialisers_off(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=_POINTER)
-        with Recorder(host_scalars=False):
+        recorder = Recorder(host_scalars=False)
+        placement = Placement(recorder)  # a model that is built on a card is built here
+        with recorder, torch_private.modules_converted_in_place(placement.keep), placement:
             return build.build_model(job)
 
 

@@ -23,6 +23,7 @@ from snugfit.memory.traces import Trace
 from snugfit.page import outside
 from snugfit.planning import cost
 from snugfit.planning.ladder import Candidate, Rung
+from snugfit.planning.own_loop import OwnLoop, own_loop
 from snugfit.planning.plan_report import PlanReport
 from snugfit.plans import Plan, write_atomically
 from snugfit.training import fingerprint
@@ -85,6 +86,10 @@ class Details:
     "Of the search: what a reader of its numbers must know."
     advice: Mapping[str, str] = field(default_factory=dict)
     "Topic to what the plan means for it."
+    loop: OwnLoop = field(default_factory=OwnLoop)
+    "What the job's own training loop does beside the plan; nothing is known of it in files of older versions."
+    plan_file: str = ""
+    "The plan's file, where a page is made of it."
 
     def considered(self, plan: Plan) -> Considered | None:
         """The numbers of a plan that the search met."""
@@ -129,6 +134,7 @@ def of(
         budget_bytes=budget_bytes,
         memory=memory,
         timeline=() if trace is None else _timeline(trace, card),
+        loop=own_loop(job, tracing.skeleton(job)) if found is None else found.loop,
         **({} if found is None else _searched(found)),
     )
 

@@ -9,9 +9,9 @@ from snugfit.page.details import Details
 from snugfit.page.drawing import BESIDE, COLOURS, Unit, plain
 from snugfit.page.run_folder import Run
 from snugfit.planning.ladder import blocks_of, short_line
-from snugfit.planning.script import Line, script
+from snugfit.planning.script import script
 from snugfit.plans import Plan
-from snugfit.tables import plan_line
+from snugfit.tables import duration, plan_line
 
 _HOLDERS = 10
 _PRODUCTS = {
@@ -61,7 +61,7 @@ def _head(details: Details, run: Run | None, unit: Unit) -> str:
         ),
     }
     if seconds:
-        shown["one update"] = (f"{seconds:.3g} s", f"modelled; {_rate(plan.batch_size / seconds)} samples/s")
+        shown["one update"] = (duration(seconds), f"modelled; {_rate(plan.batch_size / seconds)} samples/s")
     if run is not None and run.ending is not None and run.ending.peak_memory_bytes is not None:
         where = f"on {plain(run.ending.device)}, in {run.ending.steps} steps"
         shown["peak observed"] = (sizes.text(run.ending.peak_memory_bytes), where)
@@ -87,7 +87,8 @@ def _in_words(plan: Plan) -> str:
 
 
 def _script(details: Details) -> str:
-    lines = script(details.plan, "cpu" if details.memory.device == "cpu" else "cuda")
+    kind = "cpu" if details.memory.device == "cpu" else "cuda"
+    lines = script(details.plan, kind, details.loop, details.plan_file or None)
     return markup.section(
         "What to change in your script",
         "<h3>With snugfit</h3>\n",
@@ -97,11 +98,8 @@ def _script(details: Details) -> str:
     )
 
 
-def _code(lines: tuple[Line, ...]) -> str:
-    width = max(len(line.code) for line in lines)
-    shown = (
-        f"{plain(code.ljust(width))}  <i># {plain(comment)}</i>" if comment else plain(code) for code, comment in lines
-    )
+def _code(lines: tuple[str, ...]) -> str:
+    shown = (f"<i>{plain(line)}</i>" if line.lstrip().startswith("#") else plain(line) for line in lines)
     return f'<pre class="wide">{"<br>".join(shown)}</pre>\n'
 
 
@@ -148,7 +146,7 @@ def _ladder(details: Details, unit: Unit) -> str:
             unit.text(rung.peak_reserved_bytes),
             unit.text(rung.needed_bytes),
             "yes" if rung.fits else "no",
-            f"{rung.step_time_s:.3g} s",
+            duration(rung.step_time_s),
             f"{rung.step_time_s / first:.2f}" if first else "",
             _rate(rung.samples_per_s),
             plain(rung.pays_with),

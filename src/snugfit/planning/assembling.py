@@ -11,6 +11,7 @@ from snugfit.planning import explain, options, scale
 from snugfit.planning.joint import Choice, JointSearch
 from snugfit.planning.ladder import Candidate, Rung
 from snugfit.planning.learning import family_of
+from snugfit.planning.own_loop import own_loop
 from snugfit.planning.plan_report import PlanReport
 from snugfit.planning.traced_plans import TracedPlan, as_candidate, undominated
 from snugfit.plans import Plan
@@ -60,6 +61,7 @@ def assembled(
         advice=scale.advice(
             chosen.plan, chosen.memory, joint.device, joint.model, max_grad_norm=joint.job.max_grad_norm
         ),
+        loop=own_loop(joint.job, joint.model),
         trace=traced[chosen.plan].trace,
     )
 

@@ -52,7 +52,7 @@ def reasons(
     """
     coupled = norms.batch_coupled(model)
     found = {field.name: "given" for field in fields(Plan) if field.name in fixed}
-    found["batch_size"] = "given; never changed"
+    found["batch_size"] = "as asked for; the search never changes it"
     found["world_size"] = "given"
     used = f"{sizes.text(memory.needed_bytes)} of {sizes.text(budget_bytes)} with context and margin"
     found.setdefault("micro_batch_size", _micro_batch(plan, used, budget_bytes, joint))
@@ -70,14 +70,16 @@ def reasons(
     if plan.loss_chunks > 1:
         chunks = f"the loss is computed in {plan.loss_chunks} parts: their logits are never all there"
         found.setdefault("loss_chunks", chunks)
-    found.setdefault(
-        "norm_policy",
-        f"{norms.listed(coupled, _NAMED_LAYERS)} normalise micro-batches instead of the batch: not equivalent to the "
-        "full batch"
-        if coupled and plan.accumulation_steps > 1 and plan.norm_policy != "frozen"
-        else "no BatchNorm layer is affected",
-    )
+    if coupled:
+        found.setdefault("norm_policy", _norms(plan, coupled))
     return found
+
+
+def _norms(plan: Plan, coupled: Sequence[str]) -> str:
+    if plan.accumulation_steps == 1 or plan.norm_policy == "frozen":
+        return "no BatchNorm layer is affected"
+    layers = norms.listed(coupled, _NAMED_LAYERS)
+    return f"{layers} normalise micro-batches instead of the batch: not equivalent to the full batch"
 
 
 def _micro_batch(plan: Plan, used: str, budget_bytes: int, joint: JointSearch | None) -> str:
@@ -107,8 +109,8 @@ def _recompute(
     without = joint.needed_bytes(plain) if known is None else known.needed_bytes
     named = len(units.named(model))
     return (
-        f"{options.describe(plan.recompute)} of {named} units, the cheapest choice that fits; without it micro-batches "
-        f"of {plan.micro_batch_size} need {sizes.text(without)} of {sizes.text(budget_bytes)}"
+        f"{options.describe(plan.recompute)} of {named} units (its blocks or layers), the cheapest choice that fits; "
+        f"without it micro-batches of {plan.micro_batch_size} need {sizes.text(without)} of {sizes.text(budget_bytes)}"
     )
 
 
@@ -170,7 +172,8 @@ def notes(ladder: Sequence[Rung], chosen: Plan, device: Device, model: nn.Module
 def _on_times(device: Device) -> str:
     uncertainty = f"{cost.uncertainty(device):.0%} either way"
     if device.rates is None:
-        return f"step times are modelled, {uncertainty}; ratios between plans are surer"
+        basis = " for this CPU, which nobody calibrated (snugfit calibrate does)" if device.kind == "cpu" else ""
+        return f"step times are modelled{basis}, {uncertainty}; ratios between plans are surer"
     return (
         f"step times are modelled from measured rates, {uncertainty} while the device does nothing else, and more "
         "under load; ratios between plans are surer"
@@ -204,17 +207,22 @@ def infeasible(
         alone = ", ".join(
             f"{category} {sizes.text(at_end.get(category, 0))}" for category in _STATIC if at_end.get(category)
         )
-        hint = f"these tensors alone exceed it, at any micro-batch size: {alone}; use an optimizer with less state, "
-        hint += "freeze weights, or take a larger device"
+        total, and_beside = f"{sizes.text(static)} ({alone})", ""
+        if static <= budget_bytes:
+            total, and_beside = sizes.text(static + beside), f" with the {sizes.text(beside)} of context and margin"
+            alone += f"; together {sizes.text(static)}"
+            total = f"{total} ({alone})"
+        hint = f"these tensors alone exceed it{and_beside}, at any micro-batch size: {total}; use an optimizer with "
+        hint += "less state, freeze weights, or take a larger device"
     else:
         hint = "use an optimizer with less state, shorter inputs, or a larger device"
     hints = [*_unitless(budget_bytes), hint, *_on_class_scores("the peak", memory), *ways_out.sentences(ways)]
     return InfeasibleError(
         f"no plan fits the budget of {sizes.text(budget_bytes)} on {device.name}",
         got=f"the smallest candidate needs {sizes.text(memory.needed_bytes)} "
-        f"(micro_batch_size={plan.micro_batch_size}, precision={plan.precision}, "
-        f"recompute={options.describe(plan.recompute)}): {held}; "
-        f"context {sizes.text(memory.context_bytes)}, margin {sizes.text(memory.margin_bytes)}",
+        f"(micro-batches of {plan.micro_batch_size}, {options.short(plan.precision)}, "
+        f"{options.describe(plan.recompute)} recomputed):\n            {held}; "
+        f"context {sizes.text(memory.context_bytes)}, margin {sizes.text(memory.margin_bytes)}{_meanings(memory)}",
         expected=f"peak reserved, context and margin together <= {sizes.text(budget_bytes)}",
         hint="\n      ".join(hints),
         ways=tuple(ways),
@@ -223,6 +231,19 @@ def infeasible(
         budget_bytes=budget_bytes,
         static_bytes=static,
     )
+
+
+_MEANINGS = {
+    "saved": "what forward keeps for backward",
+    "temporary": "results that are used at once and not kept",
+    "workspace": "what kernels need while they run",
+}
+
+
+def _meanings(memory: MemoryReport) -> str:
+    """What the names of a peak's parts mean, of those that are not plain words."""
+    found = [f"{name}: {meaning}" for name, meaning in _MEANINGS.items() if memory.by_category.get(name)]
+    return f"\n            ({'; '.join(found)})" if found else ""
 
 
 def _unitless(budget_bytes: int) -> list[str]:

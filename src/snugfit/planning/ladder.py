@@ -1,7 +1,7 @@
 """The ladder: one technique after the other, with numbers, until the job fits, then the fastest combination.
 
-Entry points: ``Rung`` and ``Candidate``, and ``short_line``, a plan as their tables show it. The order is the one a
-person would try: full batch in fp32, mixed precision, accumulation, activation checkpointing of every block, the best.
+Entry points: ``Rung`` and ``Candidate``; ``short_line``, a plan as their tables show it, and ``legend``, its words. The
+order is a person's: full batch in fp32, mixed precision, accumulation, checkpointing of every block, the best.
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from snugfit.memory.reports import MemoryReport
-from snugfit.plans import Plan, Segment
+from snugfit.plans import Plan, Segment, cut
 
 FULL_BATCH = "full batch"
 MIXED_PRECISION = "mixed precision"
@@ -54,6 +54,26 @@ class Candidate:
     "Where the plan was traced by itself; the others are put together from the traces of their parts."
 
 
+_SEGMENT = "segment: a module, or a run of them, that is recomputed in backward as one. block: a layer that repeats."
+_KEPT = {
+    "full": "nothing is kept of it but its input",
+    "offload": "not recomputed, what it saves waits on the host",
+    "keep-matmul": "results of matrix products, convolutions and attention are kept",
+    "keep-attention": "results of attention are kept",
+    "keep-last": "the result of each module's last matrix product is kept",
+    "keep-attention-last": "the results of attention and of each module's last matrix product are kept",
+}
+
+
+def legend(plans: Iterable[Plan]) -> list[str]:
+    """What the words for recomputation in these plans mean; nothing where nothing is recomputed."""
+    policies = {segment.policy for plan in plans for segment in plan.recompute}
+    if not policies:
+        return []
+    shown = [] if policies == {"full"} else [name for name in _KEPT if name in policies]
+    return [_SEGMENT, *(f"{name}: {_KEPT[name]}." for name in shown)]
+
+
 class _Named(Protocol):
     """A rung, as a search makes it or as a page reads it."""
 
@@ -75,13 +95,13 @@ def short_line(plan: Plan, blocks: tuple[Segment, ...] = ()) -> str:
         plan: Of a batch size that is said elsewhere.
         blocks: All blocks of the model as segments, where they are known.
     """
-    words = [f"{plan.accumulation_steps} x {plan.micro_batch_size}", _PRECISIONS[plan.precision]]
+    words = [cut(plan), _PRECISIONS[plan.precision]]
     if plan.recompute:
         policies = {segment.policy for segment in plan.recompute}
         is_all = [s.modules for s in plan.recompute] == [s.modules for s in blocks]
         count = len(plan.recompute)
         what = "every block" if is_all else f"{count} segment{'s' if count > 1 else ''}"
-        words.append(what if policies == {"full"} else f"{what} {'/'.join(sorted(policies))}")
+        words.append(what if policies == {"full"} else f"{what} {' + '.join(sorted(policies))}")
     if plan.optimizer_impl != "as-given":
         words.append(f"{plan.optimizer_impl} update")
     if plan.loss_chunks > 1:

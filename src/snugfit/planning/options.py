@@ -62,7 +62,12 @@ def describe(recompute: tuple[Segment, ...]) -> str:
     """Segments in a few words, for tables: how many, and which of them keep something."""
     kept = Counter(segment.policy for segment in recompute if segment.policy != "full")
     which = ", ".join(f"{count} {policy}" for policy, count in sorted(kept.items()))
-    return "nothing" if not recompute else f"{len(recompute)} segments" + (f" ({which})" if which else "")
+    return "nothing" if not recompute else segments(len(recompute)) + (f" ({which})" if which else "")
+
+
+def segments(count: int) -> str:
+    """That many segments: ``"1 segment"``."""
+    return f"{count} segment{'s' if count > 1 else ''}"
 
 
 def short(precision: str) -> str:

@@ -10,6 +10,7 @@ from snugfit.jobs import Job
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory.traces import Trace
 from snugfit.planning.ladder import Candidate, Rung
+from snugfit.planning.own_loop import OwnLoop
 from snugfit.planning.scale import Advice
 from snugfit.planning.trials import Trial
 from snugfit.planning.ways_out import WayOut
@@ -46,6 +47,8 @@ class PlanReport:
     "Changes of the job itself that were allowed and that the plan needs; empty: the plan is for the job as it is."
     job: Job | None = field(default=None, repr=False, compare=False)
     "The job with these changes, for ``build`` and ``train``; None without changes."
+    loop: OwnLoop = field(default_factory=OwnLoop)
+    "What the job's own training loop does beside the plan."
     trials: tuple[Trial, ...] = ()
     "What the best contenders took when they were run; empty where nothing was measured."
     trace: Trace | None = field(default=None, repr=False, compare=False)

@@ -193,11 +193,11 @@ def _on_learning_rate(plan: Plan, reference: int | None) -> Iterator[Advice]:
         return
     linear = learning_rate.scale(1.0, factor)
     root = learning_rate.scale(1.0, factor, rule="sqrt")
-    usual = f"linear up to {LINEAR_UP_TO} times, with Adam the root"
+    beyond = f" and beyond {LINEAR_UP_TO} times" if factor > LINEAR_UP_TO else ""
     yield Advice(
         "learning rate",
-        f"keep it if it was chosen for batches of {plan.batch_size}; one chosen for {at} is multiplied by "
-        f"{linear:,.{3 if linear < 1000 else 4}g} (linear) or {root:.3g} (square root); usual is {usual}",
+        f"as it is if it was chosen for batches of {plan.batch_size}; if for batches of {at}, multiply it by "
+        f"{linear:,.{3 if linear < 1000 else 4}g} (linear) or {root:.3g} (square root, usual with Adam{beyond})",
         {"factor": factor, "linear": linear, "sqrt": root, "reference_batch_size": at},
     )
 
@@ -217,7 +217,7 @@ def _on_noise(plan: Plan, noise_scale: float | None) -> Iterator[Advice]:
     if steps > 1:
         part = plan.micro_batch_size * plan.world_size
         ratio = math.sqrt(batch / part)
-        text = f"the gradient of {batch} samples scatters {ratio:.3g} times less than that of {part}"
+        text = f"the gradient of {batch} samples has {ratio:.3g} times less noise than that of {part} alone"
         numbers = {"scatter_ratio": ratio}
         if steps > CHECKPOINT_BEYOND:
             text += f", and an epoch makes 1/{steps} of its updates: that changes results, cutting the batch does not"
@@ -239,8 +239,8 @@ def _on_running_statistics(plan: Plan, model: nn.Module) -> Iterator[Advice]:
     if not coupled or steps == 1 or plan.norm_policy == "frozen":
         return
     ratio = math.sqrt(plan.samples_per_rank / size)
-    text = f"{len(coupled)} layers see {size} samples instead of {plan.samples_per_rank}, and their means scatter "
-    text += f"{ratio:.3g} times as much: not equal to the whole batch"
+    text = f"{len(coupled)} layers see {size} samples instead of {plan.samples_per_rank}, and their means have "
+    text += f"{ratio:.3g} times as much noise: not equal to the whole batch"
     numbers = {"samples": float(size), "scatter_ratio": ratio}
     momenta = {m.momentum for _, m in model.named_modules() if getattr(m, "running_mean", None) is not None}
     known = [momentum for momentum in momenta if isinstance(momentum, float) and 0 < momentum < 1]

@@ -25,6 +25,7 @@ _WAYS: dict[str, Callable[[Case], WayOut]] = {
     "lora": lora.row,
     "fsdp": fsdp.row,
 }
+_LONGEST_REASON = 160
 NAMES = tuple(_WAYS)
 "The ways, those that change least first."
 
@@ -91,14 +92,28 @@ def sentences(ways: Iterable[WayOut]) -> list[str]:
     lines = []
     for way in ways:
         if way.memory is None:
-            lines.append(f"{way.name}: {way.notes[0]}")
+            lines.append(f"{way.name}: {_short(way.notes[0])}")
             continue
         time = "" if way.relative_time is None else f", {way.relative_time:.2f} x the time"
         cards = f" on each of {way.world_size} cards" if way.world_size > 1 else ""
         verdict = "fits" if way.fits else "does not fit"
         least = "at least " if way.is_least else ""
-        lines.append(f"{way.name}: {least}{sizes.text(way.memory.needed_bytes)}{cards}, {verdict}{time}; {way.change}")
+        needed = f"{least}{sizes.text(way.memory.needed_bytes)}{cards}"
+        lines.append(f"{way.name}: {verdict}, {needed}{time}: {way.change}{_to_type(way)}")
     return lines
+
+
+def _short(reason: str) -> str:
+    """The first line of a reason; what the job's own code raises may be long."""
+    first = reason.strip().splitlines()[0]
+    return first if len(first) <= _LONGEST_REASON else f"{first[:_LONGEST_REASON]} ..."
+
+
+def _to_type(way: WayOut) -> str:
+    """What to do to go this way."""
+    if not way.fits:
+        return ""
+    return f"; type --allow {way.name}" if way.executed_by_snugfit else "; by hand, --json has the lines"
 
 
 def _worked_out(case: Case, name: str) -> WayOut:

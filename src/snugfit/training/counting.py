@@ -7,7 +7,7 @@ moves. Weighting gradients by them is ``step``'s.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -64,6 +64,41 @@ def tokens(
         1.0
     """
     return _Tokens(ignore_index, shift, key)
+
+
+class InCode(NamedTuple):
+    """A count of tokens as it is written in a script."""
+
+    of_batch: tuple[str, str]
+    "In front of and behind the name of a batch."
+    argument: str
+    "What is given as ``count``."
+
+
+def in_code(count: Count, batch: Any) -> InCode | None:
+    """What ``tokens`` made, as code; None for anything else.
+
+    Args:
+        count: As it was given or settled.
+        batch: One of the kind that it counts in.
+
+    Example:
+        >>> in_code(tokens(shift=True), {"labels": ...}).of_batch
+        ('(', '["labels"][..., 1:] != -100).sum()')
+    """
+    if not isinstance(count, _Tokens):
+        return None
+    key = count.key
+    found = f".{key}" if isinstance(key, str) and not isinstance(batch, Mapping) else f"[{key}]"
+    if isinstance(key, str) and isinstance(batch, Mapping):
+        found = f'["{key}"]'
+    said = {"ignore_index": str(count.ignore_index), "shift": str(count.shift), "key": f'"{key}"'}
+    usual = {"ignore_index": str(_IGNORED_LABEL), "shift": "False", "key": '"labels"'}
+    if not isinstance(key, str):
+        said["key"] = str(key)
+    given = ", ".join(f"{name}={value}" for name, value in said.items() if value != usual[name])
+    shift = "[..., 1:]" if count.shift else ""
+    return InCode(("(", f"{found}{shift} != {count.ignore_index}).sum()"), f"snugfit.tokens({given})")
 
 
 def resolve(count: Count, num_samples: Callable[[Any], int]) -> Callable[[Any], float]:

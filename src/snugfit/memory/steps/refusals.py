@@ -105,7 +105,8 @@ def card_on_cpu() -> UnsupportedError:
         "the step names a CUDA device and is traced for the CPU",
         got=f'"cuda" at {line}, device="cpu"',
         expected="a device of the catalogue, or a step that uses the CPU",
-        hint='trace for the card: snugfit.trace(make_step, "rtx-4090"); or ask torch.cuda.is_available() in the step',
+        hint='trace for the card: snugfit.trace(make_step, "rtx-4090"); or ask torch.cuda.is_available() in the step; '
+        "a job leaves it out, since snugfit moves model and batches",
         op="",
         module="",
         line=line,

@@ -29,12 +29,14 @@ from snugfit.plans import Plan
 from snugfit.training import checkpointing
 
 CODE = """\
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard      # started by torchrun --nproc-per-node {k}
-policy = MixedPrecisionPolicy(param_dtype=torch.{compute}, reduce_dtype=torch.float32)
+# started by torchrun --nproc-per-node {k}; make the optimizer afterwards, over the sharded model
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+policy = MixedPrecisionPolicy(
+    param_dtype=torch.{compute}, reduce_dtype=torch.float32
+)
 for block in {blocks}:
     fully_shard(block, mp_policy=policy)
-fully_shard(model, mp_policy=policy)
-optimizer = ...                                                           # made afterwards, over the sharded model"""
+fully_shard(model, mp_policy=policy)"""
 
 MOST = 1024
 "Cards, beyond which another way is better."

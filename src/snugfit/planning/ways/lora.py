@@ -20,13 +20,14 @@ from snugfit.training import build
 
 RANK = 16
 CODE_BFLOAT16 = """\
-for p in model.parameters():                                            # weights only: buffers need their bits
+for p in model.parameters():  # weights only: buffers need their bits
     p.data = p.data.to(torch.bfloat16)
 """
 CODE = """\
+import peft
 config = peft.LoraConfig(r={rank}, lora_alpha={alpha}, target_modules={targets})
-model = peft.inject_adapter_in_model(config, model)                     # freezes all but the adapters
-optimizer = ...                                                         # as before, made afterwards"""
+# freezes all but the adapters; make the optimizer afterwards, as before
+model = peft.inject_adapter_in_model(config, model)"""
 _FLOATS = (torch.float32, torch.float64)
 
 
@@ -86,13 +87,20 @@ def with_lora(job: Job, *, rank: int = RANK, base_dtype: torch.dtype | None = to
 
 
 def targets(model: nn.Module) -> list[str]:
-    """Names of the linear layers that get adapters: all but the one that makes the output of a language model."""
+    """Names of the linear layers that get adapters: all but the one that makes the output of a language model.
+
+    Nor the output projection of ``nn.MultiheadAttention``, which takes its weight and never calls it.
+    """
     get = getattr(model, "get_output_embeddings", None)
     output = get() if callable(get) else None
+    never_called = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     return [
         name
         for name, module in model.named_modules()
-        if name and module is not output and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+        if name
+        and module is not output
+        and id(module) not in never_called
+        and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
     ]
 
 
