@@ -1,5 +1,6 @@
 import os
 import threading
+import time
 
 import pytest
 
@@ -56,3 +57,21 @@ def test_what_was_given_up_is_given_up_once():
     errand = errands.errand(lambda: 1)
     errand.give_up()
     errand.give_up()
+
+
+@pytest.mark.skipif(not CAN_FORK, reason="no second core, or threads in this process")
+def test_who_stops_waiting_ends_the_copy_and_nobody_elses_file_is_closed(monkeypatch):
+    def interrupted(pipe):
+        os.close(pipe)
+        raise KeyboardInterrupt
+
+    errand = errands.errand(lambda: time.sleep(60))
+    child = errand._child
+    monkeypatch.setattr(errands, "_read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        errand.result()
+    with open(os.devnull) as other:  # takes the number of the pipe's end
+        errand.give_up()
+        os.fstat(other.fileno())
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)

@@ -193,3 +193,20 @@ def test_what_the_smallest_candidate_needs_is_the_least_budget():
     assert snugfit.plan(small, "cpu", 61, least).memory.needed_bytes <= least
     with pytest.raises(snugfit.InfeasibleError):
         snugfit.plan(small, "cpu", 61, int(0.995 * least))
+
+
+def test_a_small_job_fills_the_segments_that_it_reserves_anyhow():
+    linear = dataclasses.replace(
+        job(), model=lambda: nn.Linear(WIDTH, 8), optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=1.0)
+    )
+    by_hand = snugfit.Plan(batch_size=4096, micro_batch_size=512, precision="bf16-mixed")
+    needed = snugfit.estimate(linear, by_hand, "rtx-3060-12gb").needed_bytes
+    found = snugfit.plan(linear, card(memory_bytes=needed), 4096)
+    assert found.plan.micro_batch_size >= 512
+
+
+def test_a_budget_that_only_what_needs_least_fits_gets_that_plan():
+    with pytest.raises(snugfit.InfeasibleError) as caught:
+        snugfit.plan(job(), card(memory_bytes=1100 * MIB), 16)
+    least = caught.value.smallest.needed_bytes
+    assert snugfit.plan(job(), card(memory_bytes=least), 16).memory.needed_bytes <= least

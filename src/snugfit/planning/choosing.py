@@ -109,7 +109,7 @@ class Search:
         if can_accumulate:
             alone = NONE if "recompute" not in self.fixed else ANY
             found = self._by_itself(mixed, alone, at_once=True)
-            larger = self._aside(lambda: self._larger(found, mixed, alone)) if self._has_room(found) else None
+            larger = self._aside(lambda: self._larger(found, mixed, alone)) if found.fits else None
             rungs[ACCUMULATION] = _Middle(found, larger)
         if blocks is not None:
             rungs[CHECKPOINTING] = _Middle(None, blocks)
@@ -171,19 +171,34 @@ class Search:
         return found
 
     def _larger(self, found: TracedPlan, like: Plan, recompute: str) -> TracedPlan:
-        """A plan with larger micro-batches than one that leaves room, if there is one that fits as well."""
-        if not self._has_room(found):
+        """A plan with larger micro-batches than one that fits, if there is one that fits as well and is as fast."""
+        if found.plan.accumulation_steps == 1 and not found.plan.recompute:
             return found
-        own = self.joint.learnt.of(kind_of(found.plan, found.plan.recompute))
-        for learnt in (own, Learnt()):  # the fragments of one plan need not be those of a larger one
-            with self.joint.knowing(learnt):
+        kind = kind_of(found.plan, found.plan.recompute)
+        own = self.joint.learnt.of(kind)
+        # What a plan reserves, another may fill better: of a small one most is fragments.
+        within = replace(own, surplus={kind: self.joint.allowed_bytes - found.memory.peak_reserved_bytes})
+        hopes = [(within, _MUCH_FASTER)]
+        if self._has_room(found):  # the fragments of one plan need not be those of a larger one
+            hopes = [(own, _AS_FAST), (replace(own, surplus={}), _AS_FAST), *hopes]
+        for hope, ratio in hopes:  # the last one again as long as it teaches something
+            with self.joint.knowing(hope):
                 choice = self.joint.best(like, recompute)
-            if choice is None or choice.plan in self.traced:
+            larger = choice is not None and choice.plan.micro_batch_size > found.plan.micro_batch_size
+            if choice is None or not larger or choice.plan in self.traced:
                 continue
-            if choice.plan.micro_batch_size > found.plan.micro_batch_size:
-                traced = self._attempt(choice)
-                is_as_fast = traced is not None and traced.fits and traced.step_time_s <= found.step_time_s * _AS_FAST
-                return traced if traced is not None and is_as_fast else found
+            if choice.step_time_s > ratio * found.step_time_s:
+                continue
+            traced = self._attempt(choice)
+            if traced is None or traced.step_time_s > ratio * found.step_time_s:
+                break
+            if traced.fits:
+                return traced
+            self._teach(within, choice, traced)
+            if hope is not within:
+                break
+            if len(hopes) < _MOST_OF_A_RUNG:
+                hopes.append((within, ratio))
         return found
 
     def _choose(
@@ -220,9 +235,9 @@ class Search:
         if best is None:
             settled = [traced for traced in map(self._settled, middle.values()) if traced.fits]
             best = min(settled, key=lambda traced: traced.step_time_s, default=None)
-        best = best or self._without_units(families[0])
+        best = best or self._without_units(families[0]) or self._least(families)
         if best is None:
-            raise self._infeasible(families)
+            raise self._without_plan()
         return best, chosen
 
     def _with_faster_update(self, whole: TracedPlan) -> TracedPlan:
@@ -291,7 +306,10 @@ class Search:
 
     def _learn(self, choice: Choice, traced: TracedPlan) -> None:
         """Remember by how much the chain's prediction was off: fragments, runs, what the host takes."""
-        self.joint.learnt.learn(
+        self._teach(self.joint.learnt, choice, traced)
+
+    def _teach(self, learnt: Learnt, choice: Choice, traced: TracedPlan) -> None:
+        learnt.learn(
             choice.kind,
             beyond_bytes=traced.memory.peak_reserved_bytes - choice.allocated_bytes,
             over_bytes=traced.memory.needed_bytes - self.budget_bytes,
@@ -303,7 +321,7 @@ class Search:
         if traced.plan.accumulation_steps == 1 and not traced.plan.recompute:
             return False
         unused = self.budget_bytes - traced.memory.needed_bytes
-        return unused > _MUCH * self.budget_bytes
+        return unused > _MUCH * self.joint.allowed_bytes
 
     def _exact(self, plan: Plan) -> TracedPlan:
         """A plan traced as it is."""
@@ -343,13 +361,14 @@ class Search:
                     break
         return self._without_plan()
 
-    def _infeasible(self, families: Sequence[Plan]) -> SnugfitError:
+    def _least(self, families: Sequence[Plan]) -> TracedPlan | None:
+        """The fastest of the plans that are predicted to need least, if one of them fits after all."""
+        found = []
         for like in families:
             for form in self.joint.variants(like):
-                choice = self.joint.smallest(form)
-                if choice.plan not in self.traced:
-                    self._attempt(choice)
-        return self._without_plan()
+                found.append(self._attempt(self.joint.smallest(form)))
+        fitting = [traced for traced in found if traced is not None and traced.fits]
+        return min(fitting, key=lambda traced: traced.step_time_s, default=None)
 
     def _without_plan(self) -> SnugfitError:
         """The error, about what needed least of all that was traced."""
@@ -370,11 +389,11 @@ class Search:
 _MOST_TRACES = 8
 "Choices that are traced before the search is content with what fits."
 _MOST_OF_A_RUNG = 5
-_FASTER, _AS_FAST = 0.995, 1.01
+_FASTER, _AS_FAST, _MUCH_FASTER = 0.995, 1.01, 0.9
 "Ratio of step times below which another trace is worth making."
 _STRIDE = 3
 "Of the sizes that are traced by themselves."
 _TRACES_KEPT = 3
 "Of the fastest plans that fit, one of which is chosen."
 _MUCH = 0.04
-"Share of the budget that is worth another trace."
+"Share of the room for tensors that is worth another trace."

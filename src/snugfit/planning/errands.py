@@ -4,6 +4,8 @@ Entry point: ``errand``. What comes back is what the same call gives here, where
 second core, if this process has threads or CUDA (neither survives a fork), or if the copy failed in any way.
 """
 
+import ctypes
+import fcntl
 import os
 import pickle
 import select
@@ -19,6 +21,8 @@ import torch
 
 Result = TypeVar("Result")
 
+_DIES_WITH_PARENT = 1
+"``PR_SET_PDEATHSIG`` of Linux's ``prctl``."
 _PATIENCE_S = 300.0
 "After which a copy that says nothing is given up: a fork of somebody else's locks can hang."
 
@@ -42,9 +46,11 @@ class Errand(Generic[Result]):
         """Wait for the result; made here where there is none. Errors of the work are raised here."""
         if self._child is None or self._pipe is None:
             return self._work()
-        document = _read(self._pipe)
-        child, self._child = self._child, None
-        _end(child)
+        pipe, self._pipe = self._pipe, None  # whose end _read closes
+        try:
+            document = _read(pipe)
+        finally:  # also where somebody does not wait for it any more
+            self.give_up()
         try:
             result: Result = pickle.loads(document)  # of our own copy
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError):
@@ -54,8 +60,10 @@ class Errand(Generic[Result]):
     def give_up(self) -> None:
         """End what is under way and has not been asked for; a second call does nothing."""
         child, self._child = self._child, None
-        if child is not None and self._pipe is not None:
-            os.close(self._pipe)
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            os.close(pipe)
+        if child is not None:
             _end(child)
 
     def __del__(self) -> None:
@@ -77,7 +85,9 @@ def _fork(work: Callable[[], Any]) -> tuple[int, int]:
         os.close(writing)
         return child, reading
     try:  # nothing of the copy may be seen but its result
+        _end_with_parent()
         os.close(reading)
+        writing = fcntl.fcntl(writing, fcntl.F_DUPFD, 3)  # the first three may be the closed ones of a terminal
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
@@ -94,12 +104,20 @@ def _read(pipe: int) -> bytes:
     parts: list[bytes] = []
     deadline = time.monotonic() + _PATIENCE_S
     with os.fdopen(pipe, "rb", buffering=0) as stream:
-        while select.select([stream], [], [], max(deadline - time.monotonic(), 0))[0]:
+        poll = select.poll()  # unlike select.select, of any descriptor's number
+        poll.register(stream, select.POLLIN)
+        while poll.poll(1000 * max(deadline - time.monotonic(), 0)):
             part = stream.read(1 << 20)
             if not part:
                 return b"".join(parts)
             parts.append(part)
     return b""
+
+
+def _end_with_parent() -> None:
+    """A copy whose process is killed would trace on for nobody."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)
 
 
 def _end(child: int) -> None:

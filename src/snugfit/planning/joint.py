@@ -101,8 +101,9 @@ class JointSearch:
             chain = self.chain(whole)
         except SnugfitError:
             return
-        beyond = 1 - chain.needed_bytes(chain.all_by(NOTHING)) / reserved_bytes
-        self.learnt.expected[family_of(whole)] = max(round(beyond * self.allowed_bytes), 0)
+        beyond = reserved_bytes - chain.needed_bytes(chain.all_by(NOTHING))
+        share = min(self.allowed_bytes / reserved_bytes, 1.0)  # of a smaller plan, smaller fragments
+        self.learnt.expected[family_of(whole)] = max(round(beyond * share), 0)
 
     @contextmanager
     def knowing(self, learnt: Learnt) -> Iterator[None]:
