@@ -84,6 +84,14 @@ def test_a_model_that_raises_while_it_is_built_is_named_with_its_error():
     assert caught.value.hint
 
 
+def test_a_model_function_that_wraps_in_ddp_is_told_to_return_the_plain_model():
+    wrapping = make_job(model=lambda: nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
+    with pytest.raises(PlanError, match="wraps it in DistributedDataParallel") as caught:
+        build(wrapping, PLAN, "cpu")
+    assert "return the plain model" in caught.value.hint
+    assert "allocated" not in str(caught.value)
+
+
 def test_a_model_that_does_not_fit_is_a_memory_error():
     with pytest.raises(DeviceMemoryError, match="while it was built"):
         build(make_job(model=raises(torch.OutOfMemoryError("CUDA out of memory"))), PLAN, "cpu")

@@ -53,6 +53,8 @@ def test_rates_are_the_same_after_a_trip_through_a_file(tmp_path):
         ({"forward_s": "1"}, "forward_s"),
         ({"watched_s": float("nan")}, "watched_s"),
         ({"window_s": float("inf")}, "window_s"),
+        ({"window_s": 10**400}, "window_s"),
+        ({"traffic": {"other": [[1, 10**400]]}}, "other"),
         ({"link": 0}, "link"),
         ({"arithmetic": []}, "arithmetic"),
         ({"arithmetic": {"product bfloat16": [[1, 1]]}}, "arithmetic"),
@@ -79,6 +81,14 @@ def test_a_file_with_a_wrong_value_is_an_error_that_names_it(tmp_path, changed, 
 def test_a_file_that_holds_no_rates_is_a_named_error(text):
     with pytest.raises(PlanError, match="document"):
         Rates.from_json(text)
+
+
+@pytest.mark.parametrize("path", ["a\0b", None])
+def test_what_is_no_path_of_rates_is_a_named_error(path):
+    with pytest.raises(PlanError, match="measured rates are not valid: the file"):
+        Rates.load(path)
+    with pytest.raises(PlanError, match="the document"):
+        Rates.from_json(None)
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe\x00"])

@@ -1,5 +1,6 @@
 import copy
 import gc
+import warnings
 import weakref
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import transformers
 from torch import nn
 
 from models import (
+    WIDTH,
     Block,
     ConvBatchNorm,
     LinearStack,
@@ -759,3 +761,71 @@ def test_names_of_the_plain_model_are_found_behind_an_adapter_library():
     assert same_gradients(adapted, twin, lambda one: own_loss(one, batch))
     apply(twin, blocks(twin))
     assert same_gradients(adapted, twin, lambda one: own_loss(one, batch))
+
+
+# segments that do nothing
+
+
+class _Spare(LinearStack):
+    """Has a layer that its forward never calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.Linear(4, 4)
+
+
+def _spare_job():
+    def batch(n):
+        return {"x": torch.ones(n, WIDTH), "y": torch.zeros(n, WIDTH)}
+
+    return Job(_Spare, squared_error, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), batch)
+
+
+def _spare_plan(*runs):
+    return Plan(batch_size=4, micro_batch_size=2, recompute=tuple(map(Segment, runs)))
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, lambda layers: nn.ModuleDict({str(i): m for i, m in layers})])
+def test_a_container_that_is_never_called_is_refused_with_the_names_of_its_entries(container):
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    model = nn.Module()
+    model.layers = container(layers if container is nn.ModuleList else enumerate(layers))
+    with pytest.raises(PlanError, match="no forward of its own") as caught:
+        apply(model, [Segment("layers")])
+    assert "'layers'" in caught.value.got
+    assert "match:layers.*" in caught.value.hint
+    assert "layers.0" in caught.value.hint
+
+
+def test_segments_none_of_which_runs_are_refused_before_the_first_update_and_in_an_estimate():
+    job, plan = _spare_job(), _spare_plan("spare")
+    engine = build(job, plan, "cpu")
+    before = state_of(engine.model)
+    with pytest.raises(PlanError, match="no segment has run") as caught:
+        engine.step(job.batch(4))
+    assert caught.value.got.startswith("spare")
+    assert same_bits(state_of(engine.model), before)
+    with pytest.raises(PlanError, match="no segment has run"):
+        estimate(job, plan, "cpu")
+
+
+def test_a_segment_that_does_not_run_beside_others_that_do_is_a_warning_once():
+    job = _spare_job()
+    engine = build(job, _spare_plan("spare", "layers.0"), "cpu")
+    with pytest.warns(UserWarning, match="did not run in the first window.*: spare$"):
+        engine.step(job.batch(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step(job.batch(4))
+
+
+def test_a_run_named_in_another_order_than_it_runs_in_is_a_warning_and_trains_alike():
+    job = _spare_job()
+    torch.manual_seed(0)
+    plain = build(job, _spare_plan(), "cpu")
+    torch.manual_seed(0)
+    reversed_ = build(job, _spare_plan(("layers.1", "layers.0")), "cpu")
+    with pytest.warns(UserWarning, match="not run in the order.*: layers.1\\+layers.0;"):
+        reversed_.step(job.batch(4))
+    plain.step(job.batch(4))
+    assert same_bits(state_of(reversed_.model), state_of(plain.model))

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -682,3 +684,39 @@ def test_a_model_that_is_built_on_a_card_is_planned_without_one(jobs, call, tmp_
     status, _, err = call("plan", "built0.py", "--device", "cpu", "--batch", 8)
     assert status == 2
     assert "a job leaves it out" in err
+
+
+# where the answer goes
+
+
+def _printing(*arguments, stdout):
+    """The exit status and standard error of the command in a process of its own."""
+    command = [sys.executable, "-m", "snugfit.cli", *arguments]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("gpus",), ("gpus", "--json")])
+def test_a_reader_that_has_seen_enough_ends_the_command_without_a_word(arguments):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        assert _printing(*arguments, stdout=writing) == (141, "")
+    finally:
+        os.close(writing)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.parametrize("arguments", [("gpus",), ("--version",)])
+def test_an_answer_that_finds_no_room_is_one_named_error(arguments):
+    with open("/dev/full", "w") as full:
+        status, said = _printing(*arguments, stdout=full)
+    assert (status, said.splitlines()[0]) == (2, "the answer cannot be written")
+    assert "No space left on device" in said
+    assert "Traceback" not in said
+
+
+def test_a_closed_standard_output_is_refused_before_any_work(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert cli.main(["estimate", "no_such_file.py", "--device", "cpu", "--micro-batch", "1"]) == 2
+    assert capsys.readouterr().err.startswith("standard output is closed")

@@ -1,6 +1,7 @@
 """The update of a window: made once, by nobody else, and never taken back or repeated when something fails in it."""
 
 import sys
+import warnings
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from models import (
     squared_error,
     state_of,
 )
-from snugfit import DeviceMemoryError, Engine, PlanError, gradient_noise
+from snugfit import DeviceMemoryError, Engine, Job, Plan, PlanError, estimate, gradient_noise
 from snugfit.training import commit, failures
 
 NOTES = sys.version_info >= (3, 11)
@@ -232,3 +233,14 @@ def test_the_guard_leaves_no_hook_behind_whatever_ends_a_window():
     guard = commit.Guard([optimizer])
     guard.open()
     guard.open()
+
+
+def test_an_interrupted_update_of_a_trace_comes_out_as_it_is():
+    stop = KeyboardInterrupt()
+    job = Job(LinearStack, squared_error, lambda model: FailingSGD(model.parameters(), stop), regression_batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of what Python 3.10 has no notes for
+        with pytest.raises(KeyboardInterrupt) as caught:
+            estimate(job, Plan(batch_size=4, micro_batch_size=2), "cpu")
+    assert caught.value is stop
+    assert not getattr(stop, "__notes__", ())

@@ -344,3 +344,94 @@ def test_of_kernels_that_can_run_the_one_that_frees_most_comes_first():
     sizes = {"saved": 10, "large": 100, "big": 100, "small": 1, "end": 1}
     assert least_peak_first(kernels, sizes, frozenset(["small", "end"])) == [1, 0, 2]
     assert least_peak_first(kernels, {**sizes, "small": 1000}, frozenset(["small", "end"])) == [0, 2, 1]
+
+
+kept_outside = []
+
+
+def stores_in_a_list_of_the_file(x):
+    kept_outside.append(x.detach())
+
+
+def storing(where):
+    """A layer that stores a tensor where its user reads it later."""
+
+    class Storing(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            self.history, self.last, self.inside = [], {}, []
+
+        def forward(self, x):
+            x = super().forward(x)
+            if where == "list":
+                self.history.append(x.detach())
+                return x + sum(self.history[-2:])
+            if where == "dict":
+                self.last["x"] = x.detach()
+            if where == "nested":
+                self.inside.append({"x": (x.detach(), 1)})
+            if where == "file":
+                stores_in_a_list_of_the_file(x)
+            return x
+
+    return Storing()
+
+
+@pytest.mark.parametrize("where", ["list", "dict", "nested", "file"])
+def test_what_compiled_code_stores_is_no_tensor_of_the_compiler(where):
+    layer = storing(where)
+
+    def make_step():
+        run = torch.compile(layer)
+        x = torch.zeros(4, 8, requires_grad=True)
+        return lambda: run(x).sum().backward()
+
+    try:
+        traced = snugfit.trace(make_step, "cpu")
+        stored = [*layer.history, *layer.last.values(), *(e["x"][0] for e in layer.inside), *kept_outside]
+    finally:
+        kept_outside.clear()
+    assert compilation.EAGER in traced.assumptions
+    assert stored
+    assert not any(map(torch_compiler.is_captured, stored))
+
+
+def test_compiled_code_that_counts_its_calls_in_a_list_is_still_one_graph():
+    calls = []
+
+    class Noting(nn.Linear):
+        def forward(self, x):
+            calls.append(1)
+            return super().forward(x)
+
+    def make_step():
+        run = torch.compile(Noting(8, 8))
+        x = torch.zeros(4, 8, requires_grad=True)
+        return lambda: run(x).sum().backward()
+
+    traced = snugfit.trace(make_step, "cpu")
+    assert compilation.COMPILED in traced.assumptions
+    assert compilation.EAGER not in traced.assumptions
+
+
+def test_a_tensor_that_compiled_code_hides_in_an_object_is_refused_as_that():
+    class Hidden:
+        tensor = None
+
+    class Hiding(nn.Linear):
+        def forward(self, x):
+            Hidden.tensor = super().forward(x)
+            return Hidden.tensor + 1
+
+    def make_step():
+        run = torch.compile(Hiding(8, 8))
+        x = torch.zeros(4, 8, requires_grad=True)
+
+        def step():
+            (run(x) + Hidden.tensor).sum().backward()
+
+        return step
+
+    with pytest.raises(snugfit.UnsupportedError, match="compiled code has stored outside of itself") as caught:
+        snugfit.trace(make_step, "cpu")
+    assert "aten" not in str(caught.value)

@@ -10,11 +10,11 @@ def taught(**surplus):
     return Learnt({Kind(FAMILY, int(size[1:]), True): num_bytes for size, num_bytes in surplus.items()})
 
 
-def test_what_is_known_of_the_nearest_size_is_expected_of_another():
-    learnt = taught(s8=500, s2=300)
-    assert learnt.beyond(Kind(FAMILY, 8, True)) == 500
+def test_a_quarter_more_than_is_known_of_the_nearest_size_is_expected_of_another():
+    learnt = taught(s8=400, s2=200)
+    assert learnt.beyond(Kind(FAMILY, 8, True)) == 400
     assert learnt.beyond(Kind(FAMILY, 7, True)) == 500
-    assert learnt.beyond(Kind(FAMILY, 1, True)) == 300
+    assert learnt.beyond(Kind(FAMILY, 1, True)) == 250
 
 
 def test_plans_that_recompute_say_nothing_of_those_that_do_not():

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import os
 import warnings
@@ -12,9 +13,14 @@ from snugfit.plans import PRECISIONS, SEGMENT_POLICIES, VERSION
 
 SMALL = {"batch_size": 8, "micro_batch_size": 2}
 FQNS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
-SEGMENTS = st.builds(
-    Segment, st.lists(FQNS, min_size=1, max_size=3).map(tuple), policy=st.sampled_from(SEGMENT_POLICIES)
-)
+
+
+@st.composite
+def segments_apart(draw):
+    names = draw(st.lists(FQNS, max_size=6, unique=True))
+    cuts = [0, *sorted(draw(st.sets(st.integers(1, max(1, len(names)))))), len(names)]
+    runs = [tuple(names[a:b]) for a, b in itertools.pairwise(cuts) if names[a:b]]
+    return tuple(Segment(run, draw(st.sampled_from(SEGMENT_POLICIES))) for run in runs)
 
 
 @st.composite
@@ -26,7 +32,7 @@ def plans(draw):
         micro_batch_size=draw(st.integers(1, share)),
         world_size=world_size,
         precision=draw(st.sampled_from(PRECISIONS)),
-        recompute=tuple(draw(st.lists(SEGMENTS, max_size=3))),
+        recompute=draw(segments_apart()),
         norm_policy=draw(st.sampled_from(["micro", "window", "frozen"])),
         optimizer_impl=draw(st.sampled_from(["as-given", "for-loop", "foreach", "fused"])),
         loss_chunks=draw(st.integers(1, 32)),
@@ -166,6 +172,47 @@ def test_a_file_that_is_no_plan_is_refused_by_name(tmp_path, content):
     with pytest.raises(PlanError) as caught:
         Plan.load(path)
     assert str(path) in caught.value.what
+
+
+@pytest.mark.parametrize("path", ["a\0b", None, 5, b"plan.json"])
+def test_what_is_no_path_is_refused_by_name(path):
+    with pytest.raises(PlanError, match="cannot read the plan"):
+        Plan.load(path)
+    with pytest.raises(PlanError, match="not a JSON document"):
+        Plan.from_json(None)
+
+
+def test_a_key_that_is_in_a_plan_twice_is_named_instead_of_the_last_one_winning():
+    document = Plan(**SMALL).to_json().replace('"batch_size": 8', '"batch_size": 8, "batch_size": 4')
+    with pytest.raises(PlanError, match="a key twice") as caught:
+        Plan.from_json(document)
+    assert caught.value.got == "'batch_size'"
+
+
+@pytest.mark.parametrize("value", [2**63, 10**400, 10**5000], ids=["2^63", "10^400", "10^5000"])
+def test_a_count_beyond_torch_s_numbers_is_refused(value):
+    with pytest.raises(PlanError, match="batch_size is beyond any batch"):
+        Plan(batch_size=value, micro_batch_size=1)
+    assert Plan(batch_size=2**63 - 1, micro_batch_size=1).batch_size == 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        (("a",), ("a",)),
+        (("a", "b"), ("b", "a")),
+        (("a", "b"), ("b", "c")),
+        (("a", "b", "c"), ("a",), ("a", "b"), ("b", "c")),
+    ],
+)
+def test_segments_that_overlap_by_name_are_refused_with_the_plan(runs):
+    with pytest.raises(PlanError, match="segments overlap"):
+        Plan(**SMALL, recompute=tuple(map(Segment, runs)))
+
+
+def test_segments_inside_of_others_are_a_plan():
+    runs = ("a", ("a", "b", "c"), ("b", "c"), "d")
+    assert len(Plan(**SMALL, recompute=tuple(map(Segment, runs))).recompute) == 4
 
 
 def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path):

@@ -67,6 +67,24 @@ def test_what_is_not_a_size_is_refused_and_shown(size):
     assert "GiB" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param("9" * 5000, id="5000 digits"),
+        pytest.param("9" * 5000 + ".5", id="5000 digits and a half"),
+        pytest.param(10**5000, id="10^5000"),
+        pytest.param(-(10**5000), id="-10^5000"),
+        "9" * 30 + "GiB",
+        2**63,
+        "8388608TiB",
+    ],
+)
+def test_a_size_beyond_any_machine_is_refused(size):
+    with pytest.raises(PlanError, match="beyond any machine"):
+        sizes.parse(size)
+    assert sizes.parse(2**63 - 1) == 2**63 - 1
+
+
 @pytest.mark.parametrize("size", ["0", "0GiB", 0, -1, "0.1B"])
 def test_a_size_below_one_byte_is_refused(size):
     with pytest.raises(PlanError, match="must be positive"):

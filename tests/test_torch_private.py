@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer
 
 from snugfit.memory import torch_compiler, torch_private
@@ -253,6 +254,14 @@ def test_a_backward_has_a_number_of_its_own_also_inside_of_another():
     assert first == again != second
     assert None not in numbers
     assert training_private.current_backward() is None
+
+
+def test_tensors_of_torch_s_fake_mode_are_told_from_real_ones():
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.ones(2))
+    assert training_private.is_fake(fake)
+    assert training_private.is_fake(torch.nn.Parameter(fake))
+    assert not training_private.is_fake(torch.nn.Parameter(torch.ones(2)))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own looking

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 from rich.console import Console
 
-from snugfit import __version__, capped, estimates, hardware, plan_tables, runs, sizes, tables
+from snugfit import __version__, capped, estimates, foreign_errors, hardware, plan_tables, runs, sizes, tables
 from snugfit.arguments import (
     CalibrateRequest,
     DiagnoseRequest,
@@ -40,14 +40,13 @@ from snugfit.option_names import spelled
 from snugfit.page import details, html, subject
 from snugfit.planning import calibration
 from snugfit.plans import write_atomically
-from snugfit.targets import load_target, prints_on_stderr, users_line
+from snugfit.targets import load_target, prints_on_stderr
 from snugfit.training import build
 from snugfit.training.checking import check as checking
 from snugfit.training.diagnosing import diagnose as diagnosing
 
-DONE, DOES_NOT_FIT, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+DONE, DOES_NOT_FIT, USER_ERROR, INTERRUPTED, NOBODY_READS = 0, 1, 2, 130, 141
 CHECK_FAILED = PARTED = DOES_NOT_FIT
-_LONGEST_GOT = 1000
 
 app = typer.Typer(
     help="Does a PyTorch training job fit, what is the fastest way that does, and running it exactly so.",
@@ -240,6 +239,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = app(given, prog_name="snugfit", standalone_mode=False)
     except typer.Abort:
         return INTERRUPTED
+    except OSError as error:  # of help and versions, which are printed outside of any command
+        print(foreign_errors.named(error), file=sys.stderr)
+        return USER_ERROR
     except Exception as error:
         show = getattr(error, "format_message", None)  # what typer's parser raises has no public type
         if show is None:
@@ -337,14 +339,18 @@ def _answer(act: Callable[[], int], request: Output) -> int:
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = lambda message, *_, **__: tables.warning(str(message), said)
         try:
-            return act()
-        except BrokenPipeError:  # whoever reads has seen enough
-            sys.stdout = None  # nothing is left to flush
-            return DONE
+            _check_standard_output()
+            status = act()
+            sys.stdout.flush()  # here, not when the process ends
+            return status
         except (Exception, SystemExit) as error:
+            if isinstance(error, OSError):
+                _drop_what_cannot_be_written()
+            if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
+                return NOBODY_READS  # whoever reads has seen enough; rich makes a SystemExit of it
             if request.debug:
                 traceback.print_exc()
-            named = error if isinstance(error, SnugfitError) else _named(error)
+            named = error if isinstance(error, SnugfitError) else foreign_errors.named(error)
             print(spelled(named), file=sys.stderr)
             if not isinstance(error, (InfeasibleError, DeviceMemoryError, NonFiniteError)):
                 return USER_ERROR
@@ -353,31 +359,21 @@ def _answer(act: Callable[[], int], request: Output) -> int:
             return DOES_NOT_FIT
 
 
-def _named(error: BaseException) -> SnugfitError:
-    """An error that is not ours, most often of the user's model or loss, in the form of ours."""
-    if isinstance(error, FileNotFoundError) and error.filename is not None and not users_line(error):
-        return PlanError(
-            f"there is no file {error.filename}",
-            got=f"path {str(error.filename)!r}",
-            expected="a file that is there",
-            hint="check the path",
+def _drop_what_cannot_be_written() -> None:
+    try:
+        sys.stdout.flush()
+    except OSError:
+        sys.stdout = None  # or it is tried again when the process ends
+
+
+def _check_standard_output() -> None:
+    if sys.stdout is None:
+        raise PlanError(
+            "standard output is closed, and the answer goes there",
+            got="no standard output",
+            expected="a terminal, a pipe or a file",
+            hint="leave >&- out, or write > /dev/null",
         )
-    if isinstance(error, OSError) and error.filename is not None and not users_line(error):
-        return PlanError(
-            "a file or folder cannot be read or written",
-            got=f"{error.strerror}: {error.filename}",
-            expected="a path that can be",
-            hint="check the path and its permissions",
-        )
-    where = users_line(error)
-    message = str(error).strip()
-    shown = message if len(message) <= _LONGEST_GOT else f"{message[:_LONGEST_GOT]} ..."
-    return SnugfitError(
-        f"the job raised {type(error).__name__}" if where else f"unexpected {type(error).__name__}",
-        got=f"{shown or 'no message'}{f' ({where})' if where else ''}",
-        expected="a job whose model, loss, optimizer and batch run without an error",
-        hint="pass --debug to see the whole traceback",
-    )
 
 
 def _document(values: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import difflib
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -33,6 +34,8 @@ _TYPES: tuple[tuple[str, type | tuple[type, ...], str, str], ...] = (
     ("fingerprint", (str, type(None)), "a string or None", "leave it out for its default"),
 )
 _COUNTS = ("batch_size", "micro_batch_size", "world_size", "loss_chunks")
+_LARGEST_COUNT = 2**63 - 1
+"torch's numbers end here."
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +165,7 @@ class Plan:
                 expected="a tuple of snugfit.Segment",
                 hint="write recompute=(Segment(('encoder.layer.0',)),)",
             )
+        _refuse_overlaps(segments)
         object.__setattr__(self, "recompute", segments)
         share = self.samples_per_rank
         if self.micro_batch_size > share:
@@ -207,14 +211,17 @@ class Plan:
         """Read a JSON document.
 
         Raises:
-            PlanError: Not JSON (cut off, for example), or see ``from_dict``.
+            PlanError: Not JSON (cut off, for example), a key that is there twice, or see ``from_dict``.
         """
         try:
-            values = json.loads(document)
-        except (ValueError, RecursionError) as error:
+            values = json.loads(document, object_pairs_hook=_object)
+        except PlanError:
+            raise
+        except (TypeError, ValueError, RecursionError) as error:
+            shown = f"{len(document)} characters" if isinstance(document, str) else type(document).__name__
             raise PlanError(
                 "the plan is not a JSON document",
-                got=f"{len(document)} characters; {error}",
+                got=f"{shown}; {error}",
                 expected="what Plan.save wrote",
                 hint="the file may be cut off; make the plan again",
             ) from error
@@ -232,14 +239,16 @@ class Plan:
             PlanError: The file cannot be read or is not a plan (the message names the file).
         """
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
+            document = Path(path).read_text(encoding="utf-8")
+        except (OSError, TypeError, ValueError) as error:  # no file, no path, no text
             raise PlanError(
-                f"cannot read the plan {os.fspath(path)!r}",
+                f"cannot read the plan {str(path)!r}",
                 got=str(error),
                 expected="a text file that Plan.save wrote",
                 hint="check the path",
             ) from error
+        try:
+            return cls.from_json(document)
         except PlanError as error:
             raise PlanError(
                 f"{error.what} (in {os.fspath(path)!r})", got=error.got, expected=error.expected, hint=error.hint
@@ -272,6 +281,36 @@ def _segment(item: object) -> Segment:
             hint='write "modules": ["encoder.layer.0"]',
         )
     return Segment(tuple(values["modules"]), values.get("policy", "full"))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of a key that is there twice nobody knows which value was meant."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise PlanError(
+            "the plan has a key twice",
+            got=", ".join(repr(key) for key, number in Counter(key for key, _ in pairs).items() if number > 1),
+            expected="each key once",
+            hint="remove one of the two lines",
+        )
+    return values
+
+
+def _refuse_overlaps(segments: tuple[Segment, ...]) -> None:
+    """Refuse names in two segments neither of which holds the other; modules inside of modules only a model knows."""
+    inner: dict[str, Segment] = {}
+    "The smallest segment so far of each name."
+    for segment in sorted(segments, key=lambda one: -len(one.modules)):
+        around = {inner.get(name) for name in segment.modules}
+        other = next((one for one in around if one is not None), None)
+        if other is not None and (len(around) > 1 or len(set(other.modules)) == len(set(segment.modules))):
+            raise PlanError(
+                "segments overlap",
+                got=f"{', '.join(segment.modules[:4])} and {', '.join(other.modules[:4])}",
+                expected="segments that are apart, or one wholly inside of the other",
+                hint="name each module once, and let runs end where others begin",
+            )
+        inner.update(dict.fromkeys(segment.modules, segment))
 
 
 def _mapping(values: object, what: str, *, required: set[str], known: set[str]) -> dict[str, Any]:
@@ -307,6 +346,13 @@ def _check_count(name: str, value: object) -> None:
             got=f"{name}={value!r}",
             expected=">= 1",
             hint=f"pass {name}=1 or more",
+        )
+    if value > _LARGEST_COUNT:
+        raise PlanError(
+            f"{name} is beyond any batch",
+            got=f"a whole number of {value.bit_length()} bits",
+            expected=f"<= {_LARGEST_COUNT}",
+            hint=f"pass a smaller {name}",
         )
 
 

@@ -108,7 +108,7 @@ class Rates:
         """
         try:
             values = json.loads(document)
-        except (ValueError, RecursionError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise _wrong("the document", str(error), "JSON that snugfit calibrate wrote") from error
         known = {field.name for field in fields(cls)}
         if not isinstance(values, dict):
@@ -130,9 +130,11 @@ class Rates:
             PlanError: The file cannot be read or holds no rates (the message names the file).
         """
         try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise _wrong(f"the file {os.fspath(path)!r}", str(error), "a text file") from error
+            document = Path(path).read_text(encoding="utf-8")
+        except (OSError, TypeError, ValueError) as error:  # no file, no path, no text
+            raise _wrong(f"the file {str(path)!r}", str(error), "a text file") from error
+        try:
+            return cls.from_json(document)
         except PlanError as error:
             where = f"{error.what} (in {os.fspath(path)!r})"
             raise PlanError(where, got=error.got, expected=error.expected, hint=error.hint) from error
@@ -164,7 +166,12 @@ def _curve(name: str, value: object) -> Curve:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond any float
+        return False
 
 
 def _wrong(name: str, got: object, expected: str) -> PlanError:

@@ -23,6 +23,9 @@ _UNITS = {
     "tb": 10**12,
 }
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([A-Za-z]*)\s*")
+_LARGEST = 2**63 - 1
+"Bytes that fit torch's numbers; more is a slip of the keyboard."
+_MOST_DIGITS = 40
 
 
 def parse(size: str | int) -> int:
@@ -35,7 +38,7 @@ def parse(size: str | int) -> int:
         size: Text such as ``"24GiB"``, ``"24 GB"``, ``"512MiB"``, ``"1024"``, or an ``int`` of bytes.
 
     Raises:
-        PlanError: Not a size, an unknown or ambiguous unit (``"24G"``), zero or negative.
+        PlanError: Not a size, an unknown or ambiguous unit (``"24G"``), zero, negative or beyond any machine.
 
     Example:
         >>> parse("24GiB"), parse("24 GB"), parse(512)
@@ -53,6 +56,8 @@ def parse(size: str | int) -> int:
                 hint='write for example "24GiB"',
             )
         number, unit = match.groups()
+        if len(number) > _MOST_DIGITS:
+            raise _too_large(f"{number[:_MOST_DIGITS]!r} ... ({len(number)} characters)")
         if unit.lower() not in _UNITS:
             binary, decimal = (f"{unit[0].upper()}iB", f"{unit[0].upper()}B")
             suggestion = f"{number}{binary} (powers of 1024) or {number}{decimal} (powers of 1000)"
@@ -64,9 +69,17 @@ def parse(size: str | int) -> int:
             )
         factor = _UNITS[unit.lower()]
         num_bytes = int(number) * factor if number.isdigit() else int(float(number) * factor)
+    if abs(num_bytes) > _LARGEST:
+        raise _too_large(repr(size) if isinstance(size, str) else f"a whole number of {num_bytes.bit_length()} bits")
     if num_bytes <= 0:
         raise PlanError("a size must be positive", got=repr(size), expected="more than 0 bytes", hint='write "24GiB"')
     return num_bytes
+
+
+def _too_large(got: str) -> PlanError:
+    return PlanError(
+        "a size is beyond any machine", got=got, expected=f"at most {_LARGEST} bytes", hint='write for example "24GiB"'
+    )
 
 
 def text(num_bytes: int) -> str:

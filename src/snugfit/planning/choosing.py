@@ -180,7 +180,8 @@ class Search:
         within = replace(own, surplus={kind: self.joint.allowed_bytes - found.memory.peak_reserved_bytes})
         hopes = [(within, _MUCH_FASTER)]
         if self._has_room(found):  # the fragments of one plan need not be those of a larger one
-            hopes = [(own, _AS_FAST), (replace(own, surplus={}), _AS_FAST), *hopes]
+            half = {known: num_bytes // 2 for known, num_bytes in own.surplus.items()}
+            hopes = [(own, _AS_FAST), (replace(own, surplus=half), _AS_FAST), *hopes]
         for hope, ratio in hopes:  # the last one again as long as it teaches something
             with self.joint.knowing(hope):
                 choice = self.joint.best(like, recompute)

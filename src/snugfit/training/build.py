@@ -5,6 +5,7 @@ bf16 weights, device, optimizer, its master weights, scheduler, engine. Wrapping
 """
 
 import copy
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,6 +123,13 @@ def build_model(job: Job) -> nn.Module:
         except SnugfitError:
             raise
         except Exception as error:
+            if _is_wrapping(error):
+                raise PlanError(
+                    "the function that builds the model wraps it in DistributedDataParallel, and that failed",
+                    got=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+                    expected="a function that returns the plain model, or a wrapped module as Job.model itself",
+                    hint='return the plain model, and say shard="ddp" and world_size where a plan is made',
+                ) from error
             kind = DeviceMemoryError if recovery.is_out_of_memory(error) else PlanError
             raise kind(
                 f"the model raised {type(error).__name__} while it was built",
@@ -138,6 +146,12 @@ def build_model(job: Job) -> nn.Module:
         )
     admission.check_parameters(model)
     return model
+
+
+def _is_wrapping(error: Exception) -> bool:
+    """Whether an error came up inside of DDP while it was made."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(isinstance(frame.f_locals.get("self"), nn.parallel.DistributedDataParallel) for frame in frames)
 
 
 def prepare(job: Job, batch: Any, micro_batch_size: int) -> tuple[windows.MicroBatches, list[float]]:

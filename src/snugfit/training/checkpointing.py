@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from snugfit.errors import PlanError
+from snugfit.errors import PlanError, warn
 from snugfit.plans import Segment
 from snugfit.training import recomputable
 from snugfit.training.caches import Cache, without_cache
@@ -50,6 +50,30 @@ class Handle:
             if is_free:
                 one.uninstall()
 
+    def check_use(self) -> None:
+        """Say what of the segments did nothing in the forwards so far; for an engine whose first window has run.
+
+        Raises:
+            PlanError: None of them has run.
+        """
+        runs = list(dict.fromkeys(one.run for one in self._undone if isinstance(one, Forward)))
+        idle = [run.segment.modules for run in runs if not run.called]
+        apart = [run.segment.modules for run in runs if run.longest == 1 < len(run.called) == len(run.modules)]
+        if idle and len(idle) == len(runs):
+            raise PlanError(
+                "no segment has run, so nothing is recomputed",
+                got=f"{_shown(idle)}, which the forward does not call",
+                expected="modules that run in the forward",
+                hint="pass snugfit.checkpointing.blocks(model), or name the modules that are called",
+            )
+        if idle:
+            warn(f"segments that did not run in the first window, so nothing of them is recomputed: {_shown(idle)}")
+        if apart:
+            warn(
+                "modules of a segment did not run in the order in which it names them, so each is recomputed by "
+                f"itself: {_shown(apart)}; name them in the order in which they run"
+            )
+
     def _note(self) -> None:
         for one in self._undone:
             one.holders.add(self)
@@ -57,6 +81,12 @@ class Handle:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._note()
+
+
+def _shown(segments: Sequence[tuple[str, ...]]) -> str:
+    """The names of some segments."""
+    more = f" and {len(segments) - 3} more" if len(segments) > 3 else ""
+    return ", ".join("+".join(names) for names in segments[:3]) + more
 
 
 def apply(model: nn.Module, segments: Sequence[Segment]) -> Handle:
@@ -76,8 +106,8 @@ def apply(model: nn.Module, segments: Sequence[Segment]) -> Handle:
         Handle with ``covered`` and ``remove()``.
 
     Raises:
-        PlanError: No segment, a name that matches nothing, segments that overlap without one holding the other, or
-            an own set of operations that torch does not have.
+        PlanError: No segment, a name that matches nothing, a container that is never called, segments that overlap
+            without one holding the other, or an own set of operations that torch does not have.
         UnsupportedError: A module of TorchScript, or one that its own library checkpoints already.
     """
     model = unwrapped(model)

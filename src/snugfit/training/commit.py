@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from snugfit.errors import DeviceMemoryError, PlanError
-from snugfit.training import failures, recovery, updates
+from snugfit.training import failures, recovery, torch_private, updates
 
 _AGAIN = "start again from a saved state"
 
@@ -81,6 +81,8 @@ def update(optimizers: Sequence[torch.optim.Optimizer]) -> None:
                     expected="memory for the optimizer's state and its temporaries",
                     hint=f"parameters may have moved, so {_AGAIN}; optimizer_impl='for-loop' needs least",
                 ) from error
+            if any(map(torch_private.is_fake, step.parameters)):
+                raise  # in a trace, where there is nothing to move
             before = f"; those of the {i} before it have moved" if i else ""
             failures.note(
                 error,

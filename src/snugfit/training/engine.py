@@ -113,6 +113,7 @@ class Engine:
         self._progress.micro_batch_size = size
         self._bf16 = bf16_weights.hold(model, optimizers) if self.precision == "bf16-true" else None
         self._recompute = checkpointing.apply(model, plan.recompute) if plan is not None and plan.recompute else None
+        self.runner.recompute = self._recompute
 
     @property
     def model(self) -> nn.Module:

@@ -54,10 +54,27 @@ def modules_of(model: nn.Module, segments: Sequence[Segment]) -> tuple[dict[str,
             names=tuple(missing),
         )
     modules = {name: known[name] for name in names}
+    _refuse_containers(modules)
     _refuse_overlaps(segments, modules)
     _refuse_others(model, modules)
     sizes = {segment: sum(1 for name in segment.modules for _ in modules[name].modules()) for segment in segments}
     return modules, sorted(segments, key=lambda segment: sizes[segment])
+
+
+def _refuse_containers(modules: dict[str, nn.Module]) -> None:
+    """Refuse modules without a forward: a list of blocks is walked through, and never runs itself."""
+    for name, module in modules.items():
+        if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+            inside = [f"{name}.{child}" for child, _ in module.named_children()]
+            raise PlanError(
+                "a segment names a module that has no forward of its own, so nothing would be recomputed",
+                got=f"{name!r}, a {type(module).__name__} of {len(inside)} modules",
+                expected="modules that run in the forward",
+                hint=f'name its entries: --recompute "match:{name}.*", or Segment({inside[0]!r}) and so on'
+                if inside
+                else "leave it out",
+                names=(name,),
+            )
 
 
 def _refuse_overlaps(segments: Sequence[Segment], modules: dict[str, nn.Module]) -> None:

@@ -81,6 +81,8 @@ class Runner:
         self._positions = schedules.Positions()
         self._membership = admission.Membership(model, self.optimizers)
         self._in_window = self._has_begun_update = False
+        self.recompute: checkpointing.Handle | None = None
+        "Segments whose use has not been checked yet."
         self._wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
         self.ranks = distributed.world_size() if self._wrapped else 1
         admission.warn_of_lone_ranks(self._wrapped, distributed.world_size())
@@ -230,6 +232,9 @@ class Runner:
         )
 
     def _begin_update(self) -> None:
+        if self.recompute is not None:  # before weights move, and once
+            self.recompute.check_use()
+            self.recompute = None
         self._has_begun_update = True
 
     def _follow_the_update(self) -> None:

@@ -44,6 +44,10 @@ class Run:
     def __init__(self, segment: Segment, modules: list[nn.Module]) -> None:
         self.segment, self.modules = segment, modules
         self.has_warned = False
+        self.called: set[int] = set()
+        "Positions of the modules that have been called."
+        self.longest = 0
+        "Most calls of one pass so far."
 
     def begin(self, position: int) -> "_Pass":
         """The pass that a call of a module belongs to."""
@@ -118,6 +122,7 @@ class _Pass:
         is_same = random_states.are_same(states, self._left)
         call = _Call(forward, Inputs(args, kwargs, self._made_by), first, parameters, () if is_same else states)
         self._calls.append(call)
+        forward.run.longest = max(forward.run.longest, len(self._calls))
         after = torch_private.watched(forward.module, (*args, *kwargs.values()))
         region = None if self._region is None else self._region()
         if region is None:
@@ -239,6 +244,7 @@ class Forward:
         """The module's forward, as part of its segment where gradients are recorded."""
         if torch.compiler.is_compiling():
             return _uncompiled(self, args, kwargs)
+        self.run.called.add(self.position)
         if not torch.is_grad_enabled():
             self.run.end()
             return self.plain(*args, **kwargs)

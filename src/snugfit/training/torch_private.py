@@ -1,7 +1,7 @@
 """What is not public in torch and that the training room needs: constant random numbers, and torch's checkpoint calls.
 
 Entry points: ``Steady`` and ``checkpoint_calls``, used by checks only, ``in_backward``, ``current_backward``,
-``is_inside_transform``, ``transforms_are_active`` and ``never_compiled``.
+``is_fake``, ``is_inside_transform``, ``transforms_are_active`` and ``never_compiled``.
 ``tests/test_check_canaries.py`` and ``tests/test_running_statistics.py`` hold a canary for each.
 """
 
@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._dynamo.decorators import skip as _skip
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -207,6 +208,11 @@ def current_backward() -> int | None:
 def transforms_are_active() -> bool:
     """Whether the calling code runs inside of ``torch.func`` (vmap, grad, jvp and so on)."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor has no values, as in a trace: nothing that happens to it moves any weight."""
+    return isinstance(tensor, FakeTensor)
 
 
 def is_inside_transform(tensor: Tensor) -> bool:

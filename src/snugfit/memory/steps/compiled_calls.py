@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from snugfit.memory import torch_compiler, torch_private
+from snugfit.memory.steps.side_effects import Reached
 
 _BY_VALUE = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, type)
 _KNOWN_RESULTS = (int, float, bool, str, type(None))
@@ -104,6 +105,8 @@ class Call:
         results: list[Any] = []
         read: set[tuple[int, str]] = set()
         calls = [self]  # until it is captured: the compiler holds on to the function
+        reached = Reached([self._function, *self._modules])
+        is_stored = False
 
         def flat(*values: Tensor) -> list[Tensor]:
             leaves, containers = torch_compiler.flattened(calls[0]._with(values, read))
@@ -118,6 +121,9 @@ class Call:
             raise Untraceable from error
         finally:
             calls.clear()
+            is_stored = reached.take_back()  # tensors of the compiler, which nobody can read
+        if is_stored:
+            raise Untraceable
         known, containers = results
 
         def replay(call: Call) -> Any:

@@ -167,6 +167,16 @@ def escaped(error: Exception, op: object, name_of: Callable[[nn.Module], str | N
     line = _line(theirs[-1][0].f_code.co_filename, theirs[-1][1].tb_lineno) if theirs else "no line of the step"
     text = str(error).strip().partition("\n")[0] or "no message"
     module = _module(frames, name_of)
+    if "FunctionalTensor" in text:
+        return UnsupportedError(
+            "the step reads a tensor that compiled code has stored outside of itself",
+            got=f"a tensor of the compiler, read in {module or 'the step itself'}, at {line}",
+            expected="tensors that leave compiled code as its results",
+            hint="return it from what is compiled, or take torch.compile out of the step that is traced",
+            op="",
+            module=module,
+            line=line,
+        )
     return UnsupportedError(
         f"an operation of the step raised {type(error).__name__} in the trace",
         got=f"{text} (last operation {op or 'none'} in {module or 'the step itself'}, at {line})",
