@@ -13,6 +13,11 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _as_wide_as_a_file(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # xdist gives its workers that of the terminal
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

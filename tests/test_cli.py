@@ -295,7 +295,10 @@ def test_plan_says_what_is_too_large_when_nothing_fits(jobs, call, tmp_path):
     assert json.loads(out)["fits"] is False
 
 
-def test_gpus_lists_every_device_of_the_catalogue(call):
+@pytest.mark.parametrize("columns", [None, "60", "120"])
+def test_gpus_lists_every_device_of_the_catalogue(call, monkeypatch, columns):
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
     status, out, err = call("gpus")
     assert (status, err) == (cli.DONE, "")
     assert all(name in out for name in hardware.devices())

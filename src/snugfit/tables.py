@@ -79,6 +79,7 @@ def devices(out: Console, catalogue: Sequence[Device]) -> None:
         ("GB/s", "right"),
         *((name, "right") for name in _RATES),
     )
+    table.columns[0].no_wrap = True  # a name in two lines is no name
     for device in catalogue:
         capability = "-" if device.compute_capability is None else "{}.{}".format(*device.compute_capability)
         rates = [f"{device.flops[name] / 1e12:.1f}" if name in device.flops else "-" for name in _RATES]

@@ -126,7 +126,9 @@ def pays_with(plan: Plan, flops: int, first: Plan, first_flops: int) -> str:
     return ", ".join(costs) or "nothing"
 
 
-def notes(ladder: Sequence[Rung], chosen: Plan, device: Device, model: nn.Module) -> tuple[str, ...]:
+def notes(
+    ladder: Sequence[Rung], chosen: Plan, device: Device, model: nn.Module, offloaded_bytes: int = 0
+) -> tuple[str, ...]:
     """Where the usual order of the techniques is not the best one here, and how sure the times are."""
     found = []
     by_name = {rung.name: rung for rung in ladder}
@@ -160,6 +162,11 @@ def notes(ladder: Sequence[Rung], chosen: Plan, device: Device, model: nn.Module
     if chosen.accumulation_steps > 1 or chosen.recompute:  # else the memory is there
         own = next((rung for rung in ladder if rung.plan == chosen), last)
         found += _on_class_scores("the peak", own.memory) or _on_class_scores("the full batch's peak", plain.memory)
+    if offloaded_bytes:
+        found.append(
+            f"{sizes.text(offloaded_bytes)} of what backward needs lie in the host's memory meanwhile, pinned; their "
+            "copies are taken to run beside the computation, which no card has measured yet"
+        )
     if device.kind == "cpu":
         found.append(
             "the budget is for tensors, what kernels need beside them, and a margin; Python, torch and the workers of "

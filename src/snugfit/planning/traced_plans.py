@@ -30,6 +30,8 @@ class TracedPlan:
     fits: bool
     step_time_s: float
     flops: int
+    offloaded_bytes: int
+    "What a micro-batch moves to the host in forward and back."
 
 
 def whole_window(trace: Trace, plan: Plan) -> list[Work]:
@@ -66,7 +68,15 @@ def traced_plan(job: Job, plan: Plan, device: Device, budget_bytes: int) -> Trac
         fits=report.fits(budget_bytes),
         step_time_s=sum(phases.values()) + reducing,
         flops=sum(item.flops for item in work),
+        offloaded_bytes=_offloaded_bytes(trace, plan),
     )
+
+
+def _offloaded_bytes(trace: Trace, plan: Plan) -> int:
+    if not any(segment.policy == "offload" for segment in plan.recompute):
+        return 0
+    read_and_written = sum(item.bytes for item in trace.work if item.is_copy and item.phase == "forward")
+    return read_and_written // 2 // len(trace.micro_batch_starts)
 
 
 def as_candidate(traced: TracedPlan) -> Candidate:
