@@ -178,31 +178,26 @@ class Family:
             options.append(_option(name, found, max(time, 0), less, more))
             held[name] = found.held_bytes
         if units.OFFLOAD in self.probe.options[unit].segments:
-            offloaded = self._offloaded(options, plain)
+            offloaded = self._offloaded(options)
             options, held[units.OFFLOAD] = [*options, offloaded], held.get(units.FULL, 0)
         return sorted(options, key=lambda option: option.name != NOTHING), held
 
-    def _offloaded(self, options: Sequence[Option], alone: Measures) -> Option:
+    def _offloaded(self, options: Sequence[Option]) -> Option:
         """A unit whose saved tensors go to the host and come back, all of them before its backward goes on.
 
-        By formula: which of them are large enough to be moved depends on the micro-batch. Copies run beside forward and
-        beside backward, as ``cost`` has it of a whole step: only what is longer counts.
-
-        Args:
-            options: Of the unit.
-            alone: What it takes that recomputes nothing.
+        By formula: which of them are large enough to be moved depends on the micro-batch. Of the copies one way counts,
+        as if a half were not hidden behind computation: no card has measured it, and the host's memory is not free.
         """
         known = {option.name: option for option in options}
         plain, full = known[NOTHING], known.get(units.FULL, known[NOTHING])
         moved = max(plain.kept_bytes - full.kept_bytes, 0)
         copy = Work("_to_copy.default", "forward", "float32", 0, 2 * moved, is_copy=True)
-        one_way_ns = round(1e9 * cost.step_time([copy], self._base.base.device))
         return Option(
             name=units.OFFLOAD,
             kept_bytes=full.kept_bytes,
             forward_bytes=plain.forward_bytes,
             backward_bytes=plain.backward_bytes,
-            extra_ns=max(one_way_ns - alone.forward_ns, 0) + max(one_way_ns - alone.backward_ns, 0),
+            extra_ns=round(1e9 * cost.step_time([copy], self._base.base.device)),
         )
 
     def _beside_alike(self, unit: str, own: Measures, size: int, first: bool) -> int:
