@@ -13,8 +13,13 @@ def taught(**surplus):
 def test_a_quarter_more_than_is_known_of_the_nearest_size_is_expected_of_another():
     learnt = taught(s8=400, s2=200)
     assert learnt.beyond(Kind(FAMILY, 8, True)) == 400
-    assert learnt.beyond(Kind(FAMILY, 7, True)) == 500
-    assert learnt.beyond(Kind(FAMILY, 1, True)) == 250
+    assert learnt.beyond(Kind(FAMILY, 9, True)) == 500
+
+
+def test_of_a_smaller_size_as_much_less_is_expected_as_it_is_smaller():
+    learnt = taught(s8=400, s2=200)
+    assert learnt.beyond(Kind(FAMILY, 6, True)) == 375
+    assert learnt.beyond(Kind(FAMILY, 1, True)) == 125
 
 
 def test_plans_that_recompute_say_nothing_of_those_that_do_not():

@@ -64,7 +64,10 @@ class Learnt:
         if not alike:
             return self.expected.get(kind.family, 0)
         nearest = min(alike, key=lambda known: abs(known.micro_batch_size - kind.micro_batch_size))
-        return self.surplus[nearest] if nearest == kind else round(_OF_ANOTHER_SIZE * self.surplus[nearest])
+        if nearest == kind:
+            return self.surplus[kind]
+        smaller = min(kind.micro_batch_size / nearest.micro_batch_size, 1.0)  # smaller tensors, smaller fragments
+        return round(_OF_ANOTHER_SIZE * smaller * self.surplus[nearest])
 
     def pace_of(self, kind: Kind) -> float:
         """Factor to the predicted time of a plan of a kind."""
