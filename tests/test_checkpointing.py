@@ -23,24 +23,12 @@ from models import (
     token_batch,
     token_loss,
 )
+from saved_tensors import saved_bytes
 from snugfit import Job, Plan, PlanError, Segment, UnsupportedError, build, estimate, tokens
 from snugfit.training import segment_run
 from snugfit.training import segments as segments_module
 from snugfit.training.checkpointing import apply, blocks, every, is_recomputing, match, segments
 from tolerances import EXACT_VALUE, FLOAT64
-
-
-def saved_bytes(run):
-    """Bytes of distinct storages that autograd keeps."""
-    storages = {}
-
-    def pack(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return sum(storages.values())
 
 
 def same_gradients(model, twin, run):

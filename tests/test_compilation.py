@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import snugfit
+from saved_tensors import saved_bytes
 from snugfit import Job, Plan
 from snugfit.memory import torch_compiler
 from snugfit.memory.steps import compilation
@@ -65,24 +66,6 @@ class Picture(nn.Module):
         return self.last(F.max_pool2d(F.relu(self.norm(self.conv(x))), 2).mean((2, 3)))
 
 
-def saved_bytes(run, *inputs):
-    """What autograd holds for backward beside the weights and inputs, by its hooks, on real tensors."""
-    outside = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    sizes, held = {}, []
-
-    def pack(tensor):
-        held.append(tensor)
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in outside:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = run()
-    del loss
-    return sum(sizes.values())
-
-
 def block_in_bf16():
     model = Block()
     compiled = torch.compile(model, backend=PARTITIONED)
@@ -132,7 +115,7 @@ def test_saved_bytes_are_those_that_hooks_count_on_the_real_compiled_step(build)
         warnings.simplefilter("ignore")
         run().backward()  # compiles
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-        real = saved_bytes(run, *model.parameters(), *model.buffers(), *inputs)
+        real = saved_bytes(run, (*model.parameters(), *model.buffers(), *inputs))
     torch._dynamo.reset()
 
     def make_step():

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from models import LinearStack, Transformer, gradients, token_batch, token_loss
+from saved_tensors import saved_bytes
 from snugfit import Engine, Plan, PlanError, Segment, UnsupportedError, is_recomputing
 from snugfit.training import offloading
 from snugfit.training.checkpointing import apply, blocks, every, match, segments
 from snugfit.training.torch_private import DispatchMode
-from test_checkpointing import saved_bytes
 
 FORMS = {
     "every block": blocks,

@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import snugfit
 from models import Transformer, token_batch, token_loss
+from saved_tensors import saved_bytes
 from snugfit import Job, Plan, Segment
 from snugfit.hardware import resolve
 from snugfit.memory.tracing import record_job
@@ -89,20 +90,9 @@ def test_saved_bytes_of_segments_are_those_that_saved_tensor_hooks_count():
     for chosen in (blocks, lambda net: every(net, 2), segments, lambda net: match(net, "*.inner")):
         plan = Plan(batch_size=32, micro_batch_size=32, recompute=chosen(model()))
         engine = snugfit.build(own, plan, "cpu")
-        parameters = {parameter.untyped_storage().data_ptr() for parameter in engine.model.parameters()}
-        storages, batch = {}, torch.ones(32, 16)
-
-        def pack(tensor, storages=storages, parameters=parameters, batch=batch):
-            address = tensor.untyped_storage().data_ptr()
-            if address not in parameters and address != batch.data_ptr():
-                storages[address] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            value = loss(engine.model, batch)
-        expected = (
-            sum(storages.values()) + 2 * value.untyped_storage().nbytes()
-        )  # the loss, and the window's part of it
+        net, batch = engine.model, torch.ones(32, 16)
+        expected = saved_bytes(lambda net=net, batch=batch: loss(net, batch), (*net.parameters(), batch))
+        expected += 2 * batch.element_size()  # the loss, and the window's part of it
         expected += len(plan.recompute) * torch.get_rng_state().nbytes  # torch keeps one for each repetition
         assert snugfit.estimate(own, plan, "cpu").at("forward end")["saved"] == expected
 
@@ -287,17 +277,6 @@ def test_offloading_runs_what_plain_training_runs_and_moves_what_saved_tensor_ho
     plain, moved = (record_job(wide_job(), wide_plan(recompute), card) for recompute in ((), ALL))
     assert sum(work.flops for work in moved.work) == sum(work.flops for work in plain.work) > 0
     model, batch = wide_model(), torch.zeros(8192, 256)
-    staying = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), batch)}
-    counted = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in staying:
-            counted[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = model(batch)
+    counted = saved_bytes(lambda: model(batch), (*model.parameters(), batch))
     saved = [trace.report().at("forward end")["saved"] for trace in (plain, moved)]
-    assert out.shape == batch.shape
-    assert saved[0] - saved[1] == sum(counted.values()) > 0
+    assert saved[0] - saved[1] == counted > 0

@@ -21,6 +21,24 @@ def test_fake_mode_makes_tensors_without_data():
     assert tensor.untyped_storage().nbytes() == 4 << 40
 
 
+def test_a_fake_tensor_made_from_the_template_is_as_torch_makes_it():
+    mode = torch_private.FakeMode()
+    weight = torch.empty(3, 4, device="meta", requires_grad=True)
+    by_torch = torch_private.Fake(mode, weight, torch.device("cpu"))
+    mode._fake(weight)  # the first one is the template
+    ours = mode._fake(weight)
+    assert type(ours) is type(by_torch)
+    assert vars(ours) == vars(by_torch)
+    assert (ours.shape, ours.device, ours.requires_grad) == (by_torch.shape, by_torch.device, True)
+    with pytest.warns(match="Accessing the data pointer of FakeTensor"):
+        ours.data_ptr()
+
+
+def test_no_guard_of_torch_s_compiler_stands_around_an_operation_of_a_trace():
+    assert not hasattr(Recorder.__torch_dispatch__, "__wrapped__")
+    assert hasattr(torch._subclasses.FakeTensorMode.__torch_dispatch__, "__wrapped__")
+
+
 def test_backward_is_seen_with_the_sequence_number_of_its_node():
     seen = []
     weight = torch.ones(2, requires_grad=True)

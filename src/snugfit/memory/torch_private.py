@@ -27,8 +27,6 @@ _DEVICE_QUERY = torch.ops.prim.device.default
 PAD_PACKED_SEQUENCE: Any = torch._VF._pad_packed_sequence
 RECURRENT: dict[str, Any] = {name: getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
-_BETWEEN = (__package__, "torch", "torch._dynamo")
-"Whose frames lie between an operation and a dispatch mode: torch keeps its compiler out of the mode."
 
 
 @functools.cache
@@ -71,7 +69,7 @@ def in_backward() -> bool:
 def is_called_by_autograd() -> bool:
     """Whether the calling operation comes from C++ code of autograd's engine, not from Python code run in backward."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__package__") in _BETWEEN:
+    while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:  # the mode's own
         frame = frame.f_back
     return frame.f_code is _ENGINE
 
