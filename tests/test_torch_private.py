@@ -30,8 +30,19 @@ def test_a_fake_tensor_made_from_the_template_is_as_torch_makes_it():
     assert type(ours) is type(by_torch)
     assert vars(ours) == vars(by_torch)
     assert (ours.shape, ours.device, ours.requires_grad) == (by_torch.shape, by_torch.device, True)
-    with pytest.warns(match="Accessing the data pointer of FakeTensor"):
+    with _warnings_each_time(), pytest.warns(match="Accessing the data pointer of FakeTensor"):
         ours.data_ptr()
+
+
+@contextlib.contextmanager
+def _warnings_each_time():
+    """torch gives this warning once in a process: another test may have had it."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        yield
+    finally:
+        torch.set_warn_always(before)
 
 
 def test_no_guard_of_torch_s_compiler_stands_around_an_operation_of_a_trace():
