@@ -2,7 +2,7 @@ import copy
 import gc
 import warnings
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -817,3 +817,47 @@ def test_a_run_named_in_another_order_than_it_runs_in_is_a_warning_and_trains_al
         reversed_.step(job.batch(4))
     plain.step(job.batch(4))
     assert same_bits(state_of(reversed_.model), state_of(plain.model))
+
+
+def test_models_that_share_a_configuration_get_their_cache_back_when_none_is_recomputed():
+    config = causal("gpt2").config
+    first, second = (transformers.GPT2LMHeadModel(config) for _ in range(2))
+    with pytest.warns(UserWarning, match="use_cache"):
+        handles = [apply(model, blocks(model)) for model in (first, second)]
+    handles[0].remove()
+    assert config.use_cache is False
+    handles[1].remove()
+    assert config.use_cache is True
+
+
+def test_a_configuration_gets_its_cache_back_when_its_recomputed_model_is_gone():
+    config = causal("gpt2").config
+    model = transformers.GPT2LMHeadModel(config)
+    with pytest.warns(UserWarning, match="use_cache"):
+        apply(model, blocks(model))
+    assert config.use_cache is False
+    del model
+    gc.collect()
+    assert config.use_cache is True
+
+
+@pytest.mark.filterwarnings("ignore:config.use_cache")
+def test_an_estimate_leaves_a_configuration_that_its_models_share_as_it_was():
+    config = causal("gpt2").config
+    job = Job(
+        lambda: transformers.GPT2LMHeadModel(config),
+        own_loss,
+        lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        padded_tokens(),
+        count=tokens(shift=True),
+    )
+    plain = Plan(batch_size=6, micro_batch_size=3)
+    before = estimate(job, plain, "rtx-3090")
+    estimate(job, replace(plain, recompute=blocks(transformers.GPT2LMHeadModel(config))), "rtx-3090")
+    assert config.use_cache is True
+    assert estimate(job, plain, "rtx-3090").peak_allocated_bytes == before.peak_allocated_bytes
+    torn = replace(plain, recompute=blocks(job.model()))
+    with pytest.raises(ZeroDivisionError):
+        estimate(replace(job, optimizer=lambda m: 1 / 0), torn, "rtx-3090")
+    gc.collect()
+    assert config.use_cache is True

@@ -172,6 +172,7 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
                 f"of {plan.accumulation_steps} micro-batches {len(shown)} are traced; the others repeat the second one"
             )
     steps = iter(windows)
+    made = ExitStack()
 
     def make_step(recorder: Recorder) -> Callable[[], object]:
         def move(micro_batch: Any) -> Any:
@@ -183,6 +184,7 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
         # On the CPU everything lies in one place, which nothing has to name.
         with recorder.on_device() if device.kind == "cuda" else nullcontext():
             engine = build.construct(traced, own_plan, torch.device(device.kind))
+        made.callback(engine.close)  # what it turned off may be the user's: a configuration that models share
         recorder.adopt(checkpointing.unwrapped(engine.model))
         for optimizer in engine.optimizers:
             recorder.adopt_masters(updates.of(optimizer).pairs())
@@ -197,7 +199,8 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
 
         return step
 
-    trace = record(make_step, device, len(windows))
+    with made:
+        trace = record(make_step, device, len(windows))
     recording = places.built_on_host(trace.recording) if device.kind == "cuda" else trace.recording
     trace = replace(trace, recording=recording, assumptions=(*trace.assumptions, *assumptions))
     if not are_others_like or not leftovers.grows(trace.recording):

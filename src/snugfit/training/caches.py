@@ -1,7 +1,8 @@
 """Caches of keys and values of transformers' models, turned off while their blocks are recomputed.
 
 Entry point: ``without_cache``. A block that runs a second time would append to the cache a second time. Caches that a
-caller hands in himself are left out.
+caller hands in himself are left out. Models may share a configuration: it gets its cache back when no one of them is
+recomputed any more, or there.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from snugfit.training.holders import Holders
 
 
 class Cache:
-    """The cache of a model of transformers, turned off until ``uninstall``."""
+    """The cache of models of transformers, turned off until ``uninstall``, or until none of them is there."""
 
     def __init__(self, config: Any) -> None:
         self.config, self.holders = config, Holders()
@@ -26,6 +27,9 @@ class Cache:
         """Turn the cache on again."""
         if self.is_off:
             self.is_off, self.config.use_cache = False, True
+
+    def __del__(self) -> None:
+        self.uninstall()
 
 
 _caches: WeakKeyDictionary[Any, Cache] = WeakKeyDictionary()
@@ -54,8 +58,8 @@ def turned_off(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[list[Cach
         is_theirs = any(kind.__module__.partition(".")[0] == "transformers" for kind in type(module).__mro__)
         if not is_theirs or not any(id(inner) in recomputed for inner in module.modules()):
             continue
-        present = _caches.get(module)
-        if present is not None and present.is_off and present.config is config and config.use_cache is False:
+        present = next((one for one in _caches.values() if one.is_off and one.config is config), None)
+        if present is not None and config.use_cache is False:
             found[id(config)] = present
         elif getattr(config, "use_cache", False) is True:
             found[id(config)] = Cache(config)
