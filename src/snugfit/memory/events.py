@@ -16,6 +16,8 @@ _aten: Any = torch.ops.aten
 _COUNTED_AS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+    _aten.addmm_: _aten.addmm,
+    _aten.baddbmm_: _aten.baddbmm,
 }
 "Operations whose FLOPs torch's counter leaves out, and those with the same arguments and arithmetic."
 

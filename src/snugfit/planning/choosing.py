@@ -7,7 +7,7 @@ room; where it needs much less, once more in all of it.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from snugfit import hardware, sizes
 from snugfit.errors import BatchError, PlanError, SnugfitError, UnsupportedError
@@ -15,8 +15,8 @@ from snugfit.jobs import Job
 from snugfit.memory import tracing
 from snugfit.memory.reports import MemoryReport
 from snugfit.planning import explain, options, ways_out
+from snugfit.planning.asides import Aside, Asides
 from snugfit.planning.assembling import assembled
-from snugfit.planning.errands import Errand, errand
 from snugfit.planning.joint import ANY, BLOCKS, NONE, Choice, JointSearch
 from snugfit.planning.ladder import ACCUMULATION, CHECKPOINTING, CHOSEN, FULL_BATCH, MIXED_PRECISION
 from snugfit.planning.learning import Learnt, family_of, kind_of
@@ -24,18 +24,6 @@ from snugfit.planning.plan_report import PlanReport
 from snugfit.planning.traced_plans import TracedPlan, traced_plan
 from snugfit.plans import Plan, Segment
 from snugfit.training import checkpointing, fingerprint
-
-_Aside: TypeAlias = tuple[Plan, dict[Plan, TracedPlan], Learnt]
-"What was begun aside found, traced and learnt."
-
-
-class _Middle(NamedTuple):
-    """A rung between the whole batch and the chosen plan."""
-
-    at_once: TracedPlan | None
-    "What is known of it while others are traced."
-    begun: Errand[_Aside] | None
-    "What will be known of it."
 
 
 class Search:
@@ -64,33 +52,31 @@ class Search:
         self.precisions = options.precisions(self.device, self.fixed)
         self.joint = JointSearch(job, self.device, self.first, self.fixed, self.model, self.budget_bytes)
         self.traced: dict[Plan, TracedPlan] = {}
-        self.begun: list[Errand[_Aside]] = []
-        self.joined: dict[Errand[_Aside], Plan] = {}
+        self.asides = Asides(self.joint, self.traced)
 
     def run(self) -> PlanReport:
         """Climb the ladder, then choose among all plans."""
         try:
             return self._run()
         finally:
-            for begun in self.begun:
-                begun.give_up()
+            self.asides.give_up()
 
     def _run(self) -> PlanReport:
         plain = replace(self.first, precision=self.precisions[0].value)
         mixed = replace(self.first, precision=self.precisions[-1].value)
-        other = self._aside(lambda: self._exact(plain)) if mixed != plain else None
+        other = self.asides.begin(lambda: self._exact(plain)) if mixed != plain else None
         whole = self._exact(mixed)
         if not whole.fits and whole.memory.static_bytes <= self.joint.allowed_bytes:
             self.joint.prepare(mixed, whole.memory.peak_reserved_bytes)
-        first = whole if other is None else self._joined(other)
+        first = whole if other is None else self.asides.join(other)
         rungs = {f"{FULL_BATCH}, {options.short(plain.precision)}": first}
         if mixed != plain:
             rungs[MIXED_PRECISION] = whole
         if all(traced.memory.static_bytes > self.joint.allowed_bytes for traced in rungs.values()):
             raise self._hopeless(mixed)
         middle = {} if whole.fits else self._middle_rungs(mixed)
-        known = [*rungs.values(), *(rung.at_once for rung in middle.values() if rung.at_once is not None)]
-        chosen, choice = self._choose([mixed, plain] if mixed != plain else [mixed], known, middle)
+        families = [mixed, plain] if mixed != plain else [mixed]
+        chosen, choice = self._choose(families, list(rungs.values()), list(middle.values()))
         rungs |= {name: self._settled(rung) for name, rung in middle.items()}
         fitting = [traced for traced in rungs.values() if traced.fits and traced.step_time_s < chosen.step_time_s]
         if fitting:
@@ -99,60 +85,26 @@ class Search:
             rungs[CHOSEN] = chosen
         return assembled(self.joint, self.traced, chosen, choice, rungs, self.precisions[-1])
 
-    def _middle_rungs(self, mixed: Plan) -> dict[str, "_Middle"]:
-        """Accumulation by itself, then with every block recomputed, which is found out while others are traced."""
-        rungs: dict[str, _Middle] = {}
-        can_accumulate = "micro_batch_size" not in self.fixed and mixed.samples_per_rank > 1
-        blocks = None
-        if "recompute" not in self.fixed and self.joint.names:
-            blocks = self._aside(lambda: self._by_itself(mixed, BLOCKS))
-        if can_accumulate:
+    def _middle_rungs(self, mixed: Plan) -> dict[str, Aside]:
+        """Accumulation by itself, then with every block recomputed: found out while others are traced."""
+        rungs: dict[str, Aside] = {}
+        if "micro_batch_size" not in self.fixed and mixed.samples_per_rank > 1:
             alone = NONE if "recompute" not in self.fixed else ANY
-            found = self._by_itself(mixed, alone, at_once=True)
-            larger = self._aside(lambda: self._larger(found, mixed, alone)) if found.fits else None
-            rungs[ACCUMULATION] = _Middle(found, larger)
-        if blocks is not None:
-            rungs[CHECKPOINTING] = _Middle(None, blocks)
+            rungs[ACCUMULATION] = self.asides.begin(lambda: self._by_itself(mixed, alone))
+        if "recompute" not in self.fixed and self.joint.names:
+            rungs[CHECKPOINTING] = self.asides.begin(lambda: self._by_itself(mixed, BLOCKS))
         return rungs
 
-    def _settled(self, rung: "_Middle") -> TracedPlan:
-        """A rung when all that was begun for it is over."""
-        if rung.begun is None:
-            assert rung.at_once is not None, "a rung is known or on its way"
-            return rung.at_once
-        return self._joined(rung.begun)
+    def _settled(self, begun: Aside) -> TracedPlan:
+        """A rung: what was begun for it, or a faster one found elsewhere that differs in its micro-batches only."""
+        rung = self.asides.join(begun)
+        self._forget_traces()
+        size = rung.plan.micro_batch_size
+        alike = [one for one in self.traced.values() if replace(one.plan, micro_batch_size=size) == rung.plan]
+        return min((one for one in alike if one.fits), key=lambda one: one.step_time_s, default=rung)
 
-    def _aside(self, work: Callable[[], TracedPlan]) -> Errand[_Aside]:
-        """Begin to trace plans while others are traced; what is learnt from those meanwhile makes no difference."""
-        learnt = self.joint.learnt.copy()
-
-        def run() -> _Aside:
-            known = set(self.traced)
-            with self.joint.knowing(learnt):
-                found = work()
-            return found.plan, {plan: one for plan, one in self.traced.items() if plan not in known}, learnt
-
-        self.begun.append(errand(run))
-        return self.begun[-1]
-
-    def _joined(self, begun: Errand[_Aside]) -> TracedPlan:
-        """What was begun aside, with all that it traced and learnt."""
-        if begun not in self.joined:
-            plan, traced, learnt = begun.result()
-            self.traced = {**traced, **self.traced}
-            self.joint.learnt.add(learnt)
-            self.joined[begun] = plan
-            self._forget_traces()
-        return self.traced[self.joined[begun]]
-
-    def _by_itself(self, like: Plan, recompute: str, *, at_once: bool = False) -> TracedPlan:
-        """The fastest plan of a family that fits by its own trace; the one that needs least if none does.
-
-        Args:
-            like: A plan of the family.
-            recompute: What may be.
-            at_once: The first one that fits will do, also where it leaves room.
-        """
+    def _by_itself(self, like: Plan, recompute: str) -> TracedPlan:
+        """About the fastest plan of a family that fits by its own trace; the one that needs least if none does."""
         self.progress("units of the model")
         found: TracedPlan | None = None
         for _ in range(_MOST_OF_A_RUNG):
@@ -160,18 +112,24 @@ class Search:
             if choice is None:
                 break
             traced = self._attempt(choice)
-            if traced is None:
-                continue
-            self._learn(choice, traced)
-            if traced.fits:
-                found = traced if at_once else self._larger(traced, like, recompute)
+            if traced is not None:
+                self._learn(choice, traced)
+            if traced is not None and traced.fits:
+                found = traced
                 break
         while found is None:
             found = self._attempt(self.joint.smallest(like, recompute))
-        return found
+        return self._larger(found, like, recompute, worth=_FASTER_RUNG) if found.fits else found
 
-    def _larger(self, found: TracedPlan, like: Plan, recompute: str) -> TracedPlan:
-        """A plan with larger micro-batches than one that fits, if there is one that fits as well and is as fast."""
+    def _larger(self, found: TracedPlan, like: Plan, recompute: str, *, worth: float) -> TracedPlan:
+        """A plan with larger micro-batches than one that fits, if there is one that fits as well.
+
+        Args:
+            found: The one that fits.
+            like: A plan of its family.
+            recompute: What may be.
+            worth: Ratio of step times from which on another trace is made.
+        """
         if found.plan.accumulation_steps == 1 and not found.plan.recompute:
             return found
         kind = kind_of(found.plan, found.plan.recompute)
@@ -181,29 +139,42 @@ class Search:
         hopes = [(within, _MUCH_FASTER)]
         if self._has_room(found):  # the fragments of one plan need not be those of a larger one
             half = {known: num_bytes // 2 for known, num_bytes in own.surplus.items()}
-            hopes = [(own, _AS_FAST), (replace(own, surplus=half), _AS_FAST), *hopes]
-        for hope, ratio in hopes:  # the last one again as long as it teaches something
-            with self.joint.knowing(hope):
-                choice = self.joint.best(like, recompute)
-            larger = choice is not None and choice.plan.micro_batch_size > found.plan.micro_batch_size
-            if choice is None or not larger or choice.plan in self.traced:
-                continue
-            if choice.step_time_s > ratio * found.step_time_s:
-                continue
+            hopes = [(own, worth), (replace(own, surplus=half), worth), *hopes]
+        for _ in range(_MOST_OF_A_RUNG):
+            choice = self._hoped_larger(found, like, recompute, hopes)
+            if choice is None:
+                break
             traced = self._attempt(choice)
-            if traced is None or traced.step_time_s > ratio * found.step_time_s:
+            if traced is None:
                 break
             if traced.fits:
-                return traced
+                return traced if traced.step_time_s <= worth * found.step_time_s else found
             self._teach(within, choice, traced)
-            if hope is not within:
-                break
-            if len(hopes) < _MOST_OF_A_RUNG:
-                hopes.append((within, ratio))
+            hopes = [(within, _MUCH_FASTER)]  # again as long as it teaches something
         return found
 
+    def _hoped_larger(
+        self, found: TracedPlan, like: Plan, recompute: str, hopes: Sequence[tuple[Learnt, float]]
+    ) -> Choice | None:
+        """The first choice with larger micro-batches that is as much faster as is asked for, if a hope holds.
+
+        Args:
+            found: What it is compared with.
+            like: A plan of its family.
+            recompute: What may be.
+            hopes: What may be expected of fragments, and the ratio of step times from which on that is worth a trace.
+        """
+        for hope, ratio in hopes:
+            with self.joint.knowing(hope):
+                choice = self.joint.best(like, recompute)
+            if choice is None or choice.plan.micro_batch_size <= found.plan.micro_batch_size:
+                continue
+            if choice.step_time_s <= ratio * found.step_time_s:
+                return choice
+        return None
+
     def _choose(
-        self, families: Sequence[Plan], known: Sequence[TracedPlan], middle: Mapping[str, "_Middle"]
+        self, families: Sequence[Plan], known: Sequence[TracedPlan], middle: Sequence[Aside]
     ) -> tuple[TracedPlan, Choice | None]:
         """The fastest plan that fits by its own trace.
 
@@ -230,11 +201,12 @@ class Search:
             self._learn(choice, traced)
             better = traced.fits and (best is None or traced.step_time_s < best.step_time_s)
             if better:
-                best, chosen = self._larger(traced, replace(choice.plan, recompute=self.first.recompute), ANY), choice
-            if better and not self._has_room(traced):
+                like = replace(choice.plan, recompute=self.first.recompute)
+                best, chosen = self._larger(traced, like, ANY, worth=_AS_FAST), choice
+            if better and not self._has_room(traced) and not self._unseen(families):
                 break
         if best is None:
-            settled = [traced for traced in map(self._settled, middle.values()) if traced.fits]
+            settled = [traced for traced in map(self._settled, middle) if traced.fits]
             best = min(settled, key=lambda traced: traced.step_time_s, default=None)
         best = best or self._without_units(families[0]) or self._least(families)
         if best is None:
@@ -279,13 +251,23 @@ class Search:
             if whole is not None and whole.step_time_s >= known:
                 continue  # even the whole batch at once, with nothing recomputed, is slower
             self.progress(f"micro-batches and segments, {options.short(family.precision)}")
-            for like in self.joint.variants(family):
-                choice = self.joint.best(like)
-                if choice is not None:
-                    found.append(choice)
-        found = [choice for choice in found if choice.plan not in self.traced]
-        found = [choice for choice in found if best is None or choice.step_time_s < best.step_time_s * _FASTER]
-        return min(found, key=lambda choice: choice.step_time_s, default=None)
+            found += self.joint.fastest(family)
+        return self._fastest(found, best, _FASTER) or self._hoped_for(families, best)
+
+    def _hoped_for(self, families: Sequence[Plan], best: TracedPlan | None) -> Choice | None:
+        """The fastest choice if plans of families of which none was traced need no more than predicted."""
+        unseen = self._unseen(families)
+        with self.joint.knowing(replace(self.joint.learnt, expected={})):
+            found = [choice for family in unseen for choice in self.joint.fastest(family)]
+        return self._fastest(found, best, _FASTER_RUNG)
+
+    def _unseen(self, families: Sequence[Plan]) -> list[Plan]:
+        return [family for family in families if self.joint.learnt.is_only_expected(family_of(family))]
+
+    def _fastest(self, found: Sequence[Choice], best: TracedPlan | None, worth: float) -> Choice | None:
+        limit = float("inf") if best is None else best.step_time_s * worth
+        untraced = [choice for choice in found if choice.plan not in self.traced and choice.step_time_s < limit]
+        return min(untraced, key=lambda choice: choice.step_time_s, default=None)
 
     def _attempt(self, choice: Choice) -> TracedPlan | None:
         """The choice traced as it is; None where it cannot run, which is remembered.
@@ -390,8 +372,8 @@ class Search:
 _MOST_TRACES = 8
 "Choices that are traced before the search is content with what fits."
 _MOST_OF_A_RUNG = 5
-_FASTER, _AS_FAST, _MUCH_FASTER = 0.995, 1.01, 0.9
-"Ratio of step times below which another trace is worth making."
+_FASTER, _AS_FAST, _MUCH_FASTER, _FASTER_RUNG = 0.995, 1.01, 0.9, 0.97
+"Ratio of step times below which another trace is worth making; a rung is to show what a technique costs."
 _STRIDE = 3
 "Of the sizes that are traced by themselves."
 _TRACES_KEPT = 3

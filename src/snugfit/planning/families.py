@@ -15,7 +15,7 @@ from snugfit.memory.steps import leftovers
 from snugfit.planning import cost, units
 from snugfit.planning.chain import NOTHING, Option, Span, Unit
 from snugfit.planning.cutting import Element, Measures, Sizes, measure
-from snugfit.planning.kept_results import kept_in_runs
+from snugfit.planning.kept_results import keeping_products, kept_in_runs
 from snugfit.planning.probing import Probe
 from snugfit.planning.scaling import ScaledTrace
 from snugfit.planning.unit_runs import run_prices
@@ -132,6 +132,11 @@ class Family:
             # What a recomputation runs again is more than the forward: casts of weights, launches.
             forward_ns = self._plain(element.unit, own, size, first).forward_ns
             again_ns = forward_ns if full is None else max(forward_ns, full.extra_ns)
+            in_runs = kept_in_runs(self._base.base.recording, element, sizes, spent, again_ns, options)
+            if full is not None and self._lacks(element.unit, units.KEEP_PRODUCTS):
+                derived = keeping_products(in_runs, plain, full, again_ns)
+                if derived is not None:
+                    options, holds[derived.name] = [*options, derived], holds[units.FULL]
             built.append(
                 Unit(
                     options=_undominated(options),
@@ -141,7 +146,7 @@ class Family:
                     forward_ns=again_ns,
                     joins_next=full is not None and (element.unit, after) in self.probe.joined,
                     tail_ns=0 if full is None else again_ns - full.extra_ns,
-                    in_runs=kept_in_runs(self._base.base.recording, element, sizes, spent, again_ns, options),
+                    in_runs=in_runs,
                 )
             )
             held.append(holds)
@@ -181,6 +186,10 @@ class Family:
             offloaded = self._offloaded(options)
             options, held[units.OFFLOAD] = [*options, offloaded], held.get(units.FULL, 0)
         return sorted(options, key=lambda option: option.name != NOTHING), held
+
+    def _lacks(self, unit: str, option: str) -> bool:
+        """Whether an option of a unit was not measured, for want of alike ones."""
+        return option in self.probe.options[unit].segments and option not in self.probe.places[unit]
 
     def _offloaded(self, options: Sequence[Option]) -> Option:
         """A unit whose saved tensors go to the host and come back, all of them before its backward goes on.
@@ -243,7 +252,7 @@ def measured(trace: ScaledTrace, elements: Sequence[Element], micro_batch_size: 
 def _work_ns(trace: ScaledTrace, micro_batch_size: int) -> Sizes:
     """Time of each piece of a trace's work at another micro-batch size."""
     times = 1e9 * np.array(cost.times(trace.work(micro_batch_size), trace.base.device))
-    return np.rint(times).astype(np.int64)
+    return np.rint(times).astype(np.int64)[trace.kind_of]
 
 
 def update(trace: ScaledTrace, micro_batch_size: int) -> tuple[int, int]:
@@ -253,7 +262,8 @@ def update(trace: ScaledTrace, micro_batch_size: int) -> tuple[int, int]:
     events = np.asarray(recording.events, dtype=np.int64)
     alive = np.cumsum(np.sign(events) * sizes[np.abs(events) - 1])
     behind = trace.steps[-1][1]
-    spent = [work for (at, _), work in zip(recording.work, trace.work(micro_batch_size), strict=True) if at > behind]
+    kinds = trace.work(micro_batch_size)
+    spent = [kinds[kind] for (at, _), kind in zip(recording.work, trace.kind_of, strict=True) if at > behind]
     return int(alive[behind:].max(initial=0)), round(1e9 * cost.step_time(spent, trace.base.device))
 
 

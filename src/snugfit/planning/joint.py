@@ -35,6 +35,8 @@ _HELD_ROUNDS = 4
 _MUCH_TIME, _MUCH, _MUCH_OF_HEAD = 0.03, 0.9, 0.15
 "Share of a step that an update takes, of the room that it needs, and that the last piece needs, to look for others."
 _CHUNKS = (4, 16)
+_IMPLEMENTATIONS = ("fused", "for-loop")
+"Of the optimizer, the first one that there is."
 _WORSE_IN_A_ROW = 4
 "Sizes without a chance after which smaller ones are not looked at."
 
@@ -101,6 +103,8 @@ class JointSearch:
             chain = self.chain(whole)
         except SnugfitError:
             return
+        if "optimizer_impl" not in self.fixed and self._matters(whole, chain):
+            self.updates.begin(replace(whole, optimizer_impl=_IMPLEMENTATIONS[0], micro_batch_size=self._pair[0]))
         beyond = reserved_bytes - chain.needed_bytes(chain.all_by(NOTHING))
         share = min(self.allowed_bytes / reserved_bytes, 1.0)  # of a smaller plan, smaller fragments
         self.learnt.expected[family_of(whole)] = max(round(beyond * share), 0)
@@ -145,7 +149,11 @@ class JointSearch:
             return self._nested(like) if recompute == ANY else None
         best = min(choice.step_time_s for choice in found)
         equals = [choice for choice in found if choice.step_time_s <= best * _EQUAL_TIME]
-        return min(equals, key=lambda choice: (len(choice.plan.recompute), -choice.plan.micro_batch_size))
+        return min(equals, key=_trouble)
+
+    def fastest(self, family: Plan) -> list[Choice]:
+        """The best of a family and of each of its other forms."""
+        return [choice for choice in map(self.best, self.variants(family)) if choice is not None]
 
     def smallest(self, like: Plan, recompute: str = ANY) -> Choice:
         """The choice of a family that is predicted to need least: of the smallest size, or of the whole batch."""
@@ -201,11 +209,9 @@ class JointSearch:
         size = self.sizes(family_of(like))[0]
         plan = replace(like, micro_batch_size=size)
         chain, room = self.chain(plan), self._room(plan, ())
-        time = self._seconds(plan, chain, 0) * 1e9
         forms = [like]
-        matters = chain.update_ns > _MUCH_TIME * time or chain.floor_bytes > _MUCH * room
-        if "optimizer_impl" not in self.fixed and matters:
-            for implementation in ("fused", "for-loop"):
+        if "optimizer_impl" not in self.fixed and self._matters(plan, chain):
+            for implementation in _IMPLEMENTATIONS:
                 form = replace(like, optimizer_impl=implementation, micro_batch_size=self._pair[0])
                 if self.updates.of(form) is not None:
                     forms.append(form)
@@ -218,6 +224,11 @@ class JointSearch:
                 if self.heads.of(replace(form, micro_batch_size=size)) is None:
                     break
                 yield from (replace(known, loss_chunks=chunks) for known in forms)
+
+    def _matters(self, plan: Plan, chain: Chain) -> bool:
+        """Whether the update takes a good share of a step, or of the room."""
+        is_long = chain.update_ns > _MUCH_TIME * self._seconds(plan, chain, 0) * 1e9
+        return is_long or chain.floor_bytes > _MUCH * self._room(plan, ())
 
     def choice(self, plan: Plan, chain: Chain, spans: tuple[Span, ...], extra_ns: int) -> Choice:
         """A way to run a chain as a choice."""
@@ -323,6 +334,16 @@ class JointSearch:
                 return self._family(plan)
             self._families[name, size] = Family(probe)
         return self._families[name, size]
+
+
+def _trouble(choice: Choice) -> tuple[int, bool, int]:
+    """Of equally fast ones those with few segments first, then those whose micro-batches are of one size.
+
+    A smaller last one leaves the blocks of the others in pieces: the 7B shape reserves 8.5 GiB beyond its peak as
+    12 x 5 + 4, and 5.3 as 16 x 4 (modelled).
+    """
+    plan = choice.plan
+    return len(plan.recompute), plan.samples_per_rank % plan.micro_batch_size != 0, -plan.micro_batch_size
 
 
 _SHARE_OF_BACKWARD = 2 / 3

@@ -1,7 +1,8 @@
-"""What a unit keeps in a run whose segment keeps results: read off a forward of it, whatever that forward drops.
+"""What a unit keeps whose segment keeps results: read off a forward of it, whatever that forward drops.
 
-Entry point: ``kept_in_runs``. The options of a single unit are measured instead, by ``probing``: in a run, other than
-by itself, the result of a unit's last product is needed by the unit behind it.
+Entry points: ``kept_in_runs`` and ``keeping_products``. In a run, other than by itself, the result of a unit's last
+product is needed by the unit behind it. The options of a unit by itself are measured by ``probing``, as far as there
+are units enough that are alike.
 """
 
 import fnmatch
@@ -63,6 +64,37 @@ def kept_in_runs(
     if mixed or len(products) > 1:
         found.append(way(KEEP_PRODUCTS, sum(products) + mixed, sum(spent) + mixing))
     return tuple(found)
+
+
+def keeping_products(in_runs: Sequence[KeptInRun], plain: Option, full: Option, again_ns: int) -> Option | None:
+    """A unit by itself that keeps its products, where that was not measured; None where it has none.
+
+    What is repeated ends with the last tensor that backward needs, as where all of it is recomputed: where that leaves
+    no time for the last product, this neither repeats nor keeps it.
+
+    Args:
+        in_runs: Of the unit.
+        plain: The unit as it is.
+        full: The unit recomputed.
+        again_ns: What recomputing all of it costs in a run.
+    """
+    known = {way.policy: way for way in in_runs}
+    if KEEP_PRODUCTS not in known:
+        return None
+    kept, spared_ns = known[KEEP_PRODUCTS].kept_bytes, again_ns - known[KEEP_PRODUCTS].again_ns
+    last = known[KEEP_LAST]
+    last_ns = again_ns - last.again_ns
+    if again_ns - full.extra_ns >= last_ns:
+        kept, spared_ns = kept - last.kept_bytes, spared_ns - last_ns
+    if kept <= 0:
+        return None
+    return Option(
+        name=KEEP_PRODUCTS,
+        kept_bytes=full.kept_bytes + kept,
+        forward_bytes=max(min(plain.forward_bytes, full.forward_bytes + kept), kept),
+        backward_bytes=max(full.backward_bytes, full.kept_bytes + kept),
+        extra_ns=max(full.extra_ns - spared_ns, 0),
+    )
 
 
 def _is_one_of(op: str, names: Sequence[str]) -> bool:

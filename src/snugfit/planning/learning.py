@@ -56,6 +56,10 @@ class Learnt:
         """What was seen of one kind alone."""
         return Learnt({kind: self.surplus[kind]} if kind in self.surplus else {}, dict(self.pace))
 
+    def is_only_expected(self, family: str) -> bool:
+        """Whether what is taken as beyond predictions of a family was not seen in any of its plans."""
+        return bool(self.expected.get(family)) and all(known.family != family for known in self.surplus)
+
     def beyond(self, kind: Kind) -> int:
         """Bytes that a plan of a kind is expected to reserve beyond its prediction: as the nearest size, or more."""
         alike = [

@@ -23,7 +23,7 @@ from snugfit.planning.scaling import NotAffineError, ScaledTrace
 from snugfit.plans import Plan
 from snugfit.training import segments
 
-_MOST_TRACES = 3
+_MOST_TRACES = 2
 "Traces that are made for the options; what small groups of alike units then lack is left out."
 _ONE_MICRO_BATCH: Sequence[Sequence[int]] = ((0,),)
 

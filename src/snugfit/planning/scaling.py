@@ -30,6 +30,7 @@ class NotAffineError(SnugfitError):
 
 _Item = TypeVar("_Item", Birth, Work)
 _Kind: TypeAlias = tuple[str, str, str]
+_Slopes: TypeAlias = tuple[float, float]
 _MOST_LOST = 0.02
 "Share of the bytes of a micro-step that may be without a counterpart at another size."
 _BLOCK_BYTES = 512
@@ -45,10 +46,12 @@ class ScaledTrace:
     base: Trace
     "Windows of one and of two micro-batches, recorded at ``base_size`` samples."
     base_size: int
-    birth_slopes: tuple[float, ...]
-    "Bytes per sample of each birth of ``base``."
-    work_slopes: tuple[tuple[float, float], ...]
-    "FLOPs and bytes per sample of each piece of work of ``base``."
+    births: npt.NDArray[np.float64]
+    "Bytes of each birth of ``base``, and bytes per sample."
+    kinds: tuple[tuple[Work, _Slopes], ...]
+    "What is done in ``base``, whatever is alike once, with FLOPs and bytes per sample."
+    kind_of: npt.NDArray[np.int64]
+    "Of each piece of work of ``base``, which of ``kinds`` it is."
     steps: tuple[tuple[int, int], ...]
     "Events of each micro-step of ``base``: first and one past the last."
     adds_up: bool = False
@@ -75,44 +78,48 @@ class ScaledTrace:
             smaller = replace(plan, micro_batch_size=sizes[1])
             begun = errand(lambda: record_job(job, smaller, device, windows=((0,),)))
         base = record_job(job, replace(plan, micro_batch_size=sizes[0]), device, windows=windows)
-        steps = _micro_steps(base.recording)
-        if begun is None:
-            return cls(
-                base, sizes[0], (0.0,) * len(base.recording.births), ((0.0, 0.0),) * len(base.recording.work), steps
-            )
-        other = begun.result()
-        reference = _micro_steps(other.recording)[0]
-        birth_slopes = [0.0] * len(base.recording.births)
-        work_slopes = [(0.0, 0.0)] * len(base.recording.work)
-        distance = sizes[1] - sizes[0]
-        for step in steps:
-            for index, there in _pairs(_births(base.recording, step), _births(other.recording, reference)):
-                birth_slopes[index] = (there.num_bytes - base.recording.births[index].num_bytes) / distance
-            for index, done in _pairs(_work(base.recording, step), _work(other.recording, reference)):
-                here = base.recording.work[index][1]
-                work_slopes[index] = ((done.flops - here.flops) / distance, (done.bytes - here.bytes) / distance)
-        adds_up = leftovers.grows(base.recording)
-        return cls(base, sizes[0], tuple(birth_slopes), tuple(work_slopes), steps, adds_up)
+        births, work, steps = base.recording.births, base.recording.work, _micro_steps(base.recording)
+        birth_slopes, work_slopes = [0.0] * len(births), [(0.0, 0.0)] * len(work)
+        if begun is not None:
+            other = begun.result()
+            reference = _micro_steps(other.recording)[0]
+            distance = sizes[1] - sizes[0]
+            for step in steps:
+                for index, there in _pairs(_births(base.recording, step), _births(other.recording, reference)):
+                    birth_slopes[index] = (there.num_bytes - births[index].num_bytes) / distance
+                for index, done in _pairs(_work(base.recording, step), _work(other.recording, reference)):
+                    here = work[index][1]
+                    work_slopes[index] = ((done.flops - here.flops) / distance, (done.bytes - here.bytes) / distance)
+        numbers: dict[tuple[Work, _Slopes], int] = {}
+        kind_of = [
+            numbers.setdefault((item, slopes), len(numbers))
+            for (_, item), slopes in zip(work, work_slopes, strict=True)
+        ]
+        return cls(
+            base,
+            sizes[0],
+            np.array([[birth.num_bytes for birth in births], birth_slopes]),
+            tuple(numbers),
+            np.array(kind_of, dtype=np.int64),
+            steps,
+            begun is not None and leftovers.grows(base.recording),
+        )
 
     def birth_bytes(self, micro_batch_size: int) -> npt.NDArray[np.int64]:
         """Bytes of the block of every birth of ``base`` at another micro-batch size."""
-        known = np.array([birth.num_bytes for birth in self.base.recording.births])
-        moved = known + np.array(self.birth_slopes) * (micro_batch_size - self.base_size)
+        moved = self.births[0] + self.births[1] * (micro_batch_size - self.base_size)
         asked: npt.NDArray[np.int64] = np.maximum(np.rint(moved), 0).astype(np.int64)
         if self.base.device.kind == "cuda":
             asked = -(-asked // _BLOCK_BYTES) * _BLOCK_BYTES
         return asked
 
     def work(self, micro_batch_size: int) -> list[Work]:
-        """Every piece of work of ``base`` at another micro-batch size."""
+        """Each of ``kinds`` at another micro-batch size."""
         distance = micro_batch_size - self.base_size
-        return [
-            item if slopes == (0.0, 0.0) else _moved(item, slopes, distance)
-            for (_, item), slopes in zip(self.base.recording.work, self.work_slopes, strict=True)
-        ]
+        return [item if slopes == (0.0, 0.0) else _moved(item, slopes, distance) for item, slopes in self.kinds]
 
 
-def _moved(work: Work, slopes: tuple[float, float], distance: int) -> Work:
+def _moved(work: Work, slopes: _Slopes, distance: int) -> Work:
     flops, num_bytes = (round(slope * distance) for slope in slopes)
     return work._replace(flops=max(0, work.flops + flops), bytes=max(0, work.bytes + num_bytes))
 
@@ -161,10 +168,17 @@ def _pairs(here: list[tuple[int, _Item]], there: list[tuple[int, _Item]]) -> Ite
 
 def _matching(ours: list[_Kind], theirs: list[_Kind]) -> list[tuple[int, int, int]]:
     """Stretches that are the same: where they begin in the one and in the other, and how long they are."""
-    if ours == theirs:
-        return [(0, 0, len(ours))]
-    blocks = SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks()
-    return [(block.a, block.b, block.size) for block in blocks]
+    start = _length_alike(ours, theirs)
+    end = _length_alike(ours[start:][::-1], theirs[start:][::-1])
+    a, b = len(ours) - end, len(theirs) - end
+    blocks = SequenceMatcher(None, ours[start:a], theirs[start:b], autojunk=False).get_matching_blocks()
+    return [(0, 0, start), *((start + block.a, start + block.b, block.size) for block in blocks), (a, b, end)]
+
+
+def _length_alike(ours: Sequence[_Kind], theirs: Sequence[_Kind]) -> int:
+    """How many are the same from the beginning on."""
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(ours), len(theirs)))
 
 
 def _kind(item: Birth | Work) -> _Kind:

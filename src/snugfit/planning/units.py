@@ -16,7 +16,7 @@ from snugfit.training import segments
 
 FULL, CHILDREN, OFFLOAD = "full", "each part", "offload"
 KEEP_PRODUCTS, KEEP_LAST, KEEP_ATTENTION_LAST = "keep-matmul", "keep-last", "keep-attention-last"
-ESSENTIAL = (NOTHING, FULL, KEEP_PRODUCTS)
+ESSENTIAL = (NOTHING, FULL)
 "Options that are worth a trace of their own where too few alike units carry them all in one."
 
 _FEW_UNITS = 16

@@ -12,6 +12,7 @@ from snugfit.hardware import Device
 from snugfit.jobs import Job
 from snugfit.planning.chain import NOTHING, Option
 from snugfit.planning.cutting import Measures, cut
+from snugfit.planning.errands import Errand, errand
 from snugfit.planning.families import Chain, measured, update
 from snugfit.planning.scaling import NotAffineError, ScaledTrace
 from snugfit.plans import Plan
@@ -27,6 +28,11 @@ class Updates:
     job: Job
     device: Device
     _known: dict[tuple[str, str], tuple[int, int] | None] = field(default_factory=dict)
+    _begun: dict[tuple[str, str], Errand[tuple[int, int] | None]] = field(default_factory=dict)
+
+    def begin(self, plan: Plan) -> None:
+        """Begin to measure what ``of`` will be asked for, beside other traces."""
+        self._begun[plan.precision, plan.optimizer_impl] = errand(lambda: self._measured(plan))
 
     def of(self, plan: Plan) -> tuple[int, int] | None:
         """Most bytes alive during the update of a plan and its nanoseconds; None where its optimizer has no such form.
@@ -35,16 +41,19 @@ class Updates:
         """
         key = plan.precision, plan.optimizer_impl
         if key not in self._known:
-            size = plan.micro_batch_size
-            plain = replace(plan, recompute=(), loss_chunks=1)
-            gc.collect()
-            try:
-                trace = ScaledTrace.record(self.job, plain, self.device, (size, size), _WHOLE_OF_ONE)
-            except (PlanError, UnsupportedError):
-                self._known[key] = None
-            else:
-                self._known[key] = update(trace, size)
+            begun = self._begun.pop(key, None)
+            self._known[key] = self._measured(plan) if begun is None else begun.result()
         return self._known[key]
+
+    def _measured(self, plan: Plan) -> tuple[int, int] | None:
+        size = plan.micro_batch_size
+        plain = replace(plan, recompute=(), loss_chunks=1)
+        gc.collect()
+        try:
+            trace = ScaledTrace.record(self.job, plain, self.device, (size, size), _WHOLE_OF_ONE)
+        except (PlanError, UnsupportedError):
+            return None
+        return update(trace, size)
 
     def put_in(self, chain: Chain, plan: Plan) -> Chain:
         """The chain with the update of a plan whose optimizer has that form."""
