@@ -409,6 +409,13 @@ def test_estimate_measure_and_train_take_a_plan_file(jobs, call, tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == 1
 
 
+def test_train_says_where_it_runs_and_for_what_its_plan_was_made(jobs, call):
+    call("plan", "jobs.py", "--device", "rtx-3060-12gb", "--batch", 8, "-o", "plan.json")
+    train = ("train", "jobs.py", "--device", "cpu", "--steps", 1)
+    assert "device: cpu; the plan was made for rtx-3060-12gb\n" in call(*train, "--plan", "plan.json")[2]
+    assert "device: cpu\n" in call(*train, "--batch", 8)[2]
+
+
 def test_a_run_without_any_update_fails_and_says_how_to_find_out_why(jobs, call, tmp_path):
     status, out, err = call("train", "jobs.py:nan_loss", "--batch", "4", "--steps", "3", "--device", "cpu")
     assert status == 1
@@ -559,7 +566,7 @@ STEPS_REFUSED = {
     "a name that is missing": (["estimate", "steps.py:make_stop", "--device", "t4"], "steps.py:make_step"),
     "a size that it does not take": (["estimate", "steps.py", "--device", "t4", "--image", "64"], "image"),
     "another name": (["estimate", "steps.py:builds", "--device", "t4"], "name it make_step"),
-    "a function that is no step either": (["estimate", "steps.py:returns_none"], "only functions whose names begin so"),
+    "a function that is no step either": (["estimate", "steps.py:returns_none"], "so it was not called"),
     "what-if": (["estimate", "steps.py", "--what-if"], "--what-if belongs to a job"),
     "two options": (["estimate", "steps.py", "--what-if", "--batch", "4"], "--batch, --what-if belong to a job"),
 }

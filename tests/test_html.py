@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 import pytest
 
 from paged import CARD, EVIL, PLAN, RUNGS, considered, traced, write_run
-from snugfit import Plan, PlanError, UnsupportedError, cli, runs
+from snugfit import Plan, PlanError, Segment, UnsupportedError, cli, runs
 from snugfit.page import details, html, markup, modules, over_time, run_figures, run_folder, techniques, trades
 from snugfit.page.drawing import Unit
 from test_cli import JOBS, assert_four_parts
@@ -61,7 +61,7 @@ def test_details_of_a_version_that_knew_nothing_of_loops_are_read(tmp_path, sear
     document.pop("plan_file")
     file.write_text(json.dumps(document))
     old = details.load(file, searched.plan)
-    assert "snugfit.split(batch" in entities.unescape(html.document(old))
+    assert "for micro in cut(batch," in entities.unescape(html.document(old))
 
 
 def test_details_lie_beside_their_plan():
@@ -242,6 +242,17 @@ def test_the_techniques_are_shown_on_plans_that_differ_in_nothing_else(searched)
     assert "8 bits 8 bits same" in recomputed
 
 
+def test_a_card_says_whether_its_plans_are_rungs_and_the_page_explains_what_is_kept(searched):
+    assert techniques.techniques(searched, GIB).count("Two rungs of the ladder") == 3
+    kept = dataclasses.replace(RUNGS[-1].plan, recompute=(Segment(("0",), "keep-matmul"),))
+    point = dataclasses.replace(RUNGS[-1], plan=kept, flops=0)
+    other = dataclasses.replace(searched, ladder=RUNGS[:-1], frontier=(point,))
+    page = techniques.techniques(other, GIB)
+    assert page.count("Two plans that are not both rungs") == 1
+    assert "counted for rungs of the ladder only" in page
+    assert "keep-matmul: results of matrix products, convolutions and attention are kept." in html.document(other)
+
+
 def test_a_technique_that_the_search_never_met_has_no_numbers(searched):
     page = techniques.techniques(dataclasses.replace(searched, ladder=RUNGS[:1], frontier=()), GIB)
     assert page.count("met no plan with it") == 3
@@ -290,7 +301,7 @@ def test_the_page_says_what_to_change_in_a_script_and_what_is_worth_knowing(sear
     told = dataclasses.replace(searched, notes=("a note",), advice={"clipping": "a limit"})
     page = entities.unescape(outside_of_plotly(html.document(told)))
     code = page[page.index("What to change in your script") : page.index("What memory is paid with")]
-    assert ".split(4)" in code
+    assert "start : start + 4" in code
     assert "snugfit.Engine(model, optimizer, plan, loss=loss_fn)" in code
     assert "<li>a note</li>" in page
     assert "<td>clipping</td><td>a limit</td>" in page

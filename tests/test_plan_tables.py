@@ -111,14 +111,18 @@ def test_a_batch_size_that_nobody_gave_is_said_to_be_a_default_and_norms_only_wh
 @pytest.mark.parametrize(
     ("fields", "kind", "codes"),
     [
-        ({"precision": "bf16-mixed"}, "cuda", ['with torch.autocast("cuda", torch.bfloat16):', "loss.backward()"]),
-        ({"precision": "16-mixed"}, "cuda", ["scaler.scale(loss).backward()", "scaler.update()"]),
+        ({"precision": "bf16-mixed"}, "cuda", ['with torch.autocast("cuda", torch.bfloat16):', "share.backward()"]),
+        ({"precision": "16-mixed"}, "cuda", ["scaler.scale(share).backward()", "scaler.update()"]),
         ({"precision": "bf16-mixed"}, "cpu", ['with torch.autocast("cpu", torch.bfloat16):']),
         ({"optimizer_impl": "fused"}, "cuda", ["fused=True"]),
-        ({"loss_chunks": 4}, "cuda", ["snugfit.chunked_cross_entropy(hidden, weight, labels, chunks=4)"]),
+        (
+            {"loss_chunks": 4},
+            "cuda",
+            ["rows.chunk(4)", "checkpoint(summed, some, weight, theirs"],
+        ),
         ({"recompute": BLOCKS}, "cuda", ["functools.partial(checkpoint, use_reentrant=False)", "range(2)"]),
         ({"recompute": (Segment(("0",), "offload"),)}, "cuda", ["save_on_cpu(pin_memory=True)"]),
-        ({"norm_policy": "frozen"}, "cuda", ["snugfit.norms.freeze(model)"]),
+        ({"norm_policy": "frozen"}, "cuda", ["layer.eval()"]),
         ({"world_size": 2, "batch_size": 256}, "cuda", ["model.no_sync()"]),
         ({"precision": "bf16-true"}, "cuda", ["model.to(torch.bfloat16)"]),
     ],
@@ -149,3 +153,18 @@ def test_a_budget_without_its_unit_is_asked_about():
     with pytest.raises(snugfit.InfeasibleError) as caught:
         snugfit.plan(job(), "cpu", 8, budget=160)
     assert '"160MiB"' in caught.value.hint
+
+
+def test_the_reasons_for_no_recomputation_and_for_the_micro_batch_do_not_contradict_each_other(cut):
+    assert cut.plan.recompute == ()
+    size = cut.plan.micro_batch_size
+    assert cut.reasons["recompute"] == f"micro-batches of {size} fit without: recomputing would only cost time"
+    assert "not needed" not in printed(cut)
+
+
+def test_lines_that_need_snugfit_are_headed_so():
+    run = Plan(batch_size=128, micro_batch_size=64, recompute=(Segment(("0", "1")),))
+    lines = script(run, "cuda")
+    assert lines.by_hand == "or without it, as far as plain PyTorch goes"
+    assert "# (plan with --recompute blocks for lines of plain PyTorch)" in lines.pytorch
+    assert script(Plan(batch_size=128, micro_batch_size=64), "cuda").by_hand == "or without it"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from snugfit import capped, runs, sizes
+from snugfit import capped, run_progress, runs, sizes
 from snugfit.errors import BatchError, InfeasibleError, PlanError, UnsupportedError
 from snugfit.jobs import Job
 from snugfit.memory.measuring import measure
@@ -289,3 +289,36 @@ def test_a_cap_below_the_static_memory_says_which_tensors_exceed_it():
         capped.check_static(report, 100 * MIB)
     assert "parameter 40.00 MiB, gradient 40.00 MiB, optimizer 80.00 MiB" in str(caught.value)
     assert (caught.value.smallest, caught.value.budget_bytes) == (report, 100 * MIB)
+
+
+def test_a_long_run_says_in_lines_how_far_it_is_and_how_long_it_will_take(capsys):
+    now = [0.0]
+    say = run_progress.lines_now_and_then(6, lambda: now[0])
+    progress = run_progress.Progress(2, 3, say)
+    loss = progress.following(lambda model, micro_batch: (model, micro_batch))
+    line = {"loss": 1.5, "lr": [0.1], "samples_per_s": 2.0, "peak_memory_bytes": None, "skipped": False}
+    for micro_batch in range(3):
+        assert loss("model", micro_batch) == ("model", micro_batch)
+        now[0] += 8.0
+    progress.updated(line)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "update 1 of 2, micro-batch 1 of 3 (after 0:00:00)",
+        "update 1 of 2, micro-batch 3 of 3 (after 0:00:16, about 0:00:32 left)",
+    ]
+    now[0] += 8.0
+    loss("model", 0)
+    assert capsys.readouterr().err.startswith("update 2 of 2, micro-batch 1 of 3, loss 1.5000, lr 0.1, 2 samples/s (")
+
+
+def test_every_micro_step_and_every_update_of_a_run_is_told(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(run_progress, "lines_now_and_then", lambda total, clock: lambda *said: told.append(said))
+    runs.train(job(), PLAN, steps=2, run_dir=tmp_path, device="cpu")
+    assert [done for done, _ in told] == [0, 1, 2, 3, 3, 4, 5, 6]
+    assert [text.partition(", loss")[0] for _, text in told[:4]] == [
+        "update 1 of 2, micro-batch 1 of 3",
+        "update 1 of 2, micro-batch 2 of 3",
+        "update 1 of 2, micro-batch 3 of 3",
+        "update 1 of 2",
+    ]

@@ -50,20 +50,19 @@ def test_a_plan_of_one_micro_batch_on_one_card_needs_no_advice():
 
 
 @pytest.mark.parametrize(
-    ("steps", "words"),
+    ("cards", "steps", "words"),
     [
-        (2, ["one card short of memory"]),
-        (8, ["one card short of memory", "synchronisations between cards"]),
-        (16, ["synchronisations between cards"]),
-        (24, ["outside of the usual 2-8"]),
-        (64, ["very large batches"]),
+        (1, 2, "2-8 are usual on a card short of memory"),
+        (1, 8, "2-8 are usual on a card short of memory"),
+        (1, 16, "outside of the usual 2-8 on a card short of memory and 32-128 for very large batches"),
+        (2, 8, "2-8 are usual on a card short of memory, 4-16 are usual to save synchronisations between cards"),
+        (2, 16, "4-16 are usual to save synchronisations between cards"),
+        (1, 64, "32-128 are usual for very large batches"),
     ],
 )
-def test_steps_are_put_into_the_usual_ranges(steps, words):
-    text = advice_on(batch_size=2 * steps, micro_batch_size=2)[0]["accumulation"].text
-    named = ["one card short of memory", "synchronisations between cards", "outside of the usual 2-8", "very large"]
-    assert all(word in text for word in words)
-    assert sum(word in text for word in named) == len(words)
+def test_steps_are_put_into_the_usual_ranges_and_those_between_cards_where_there_are_several(cards, steps, words):
+    text = advice_on(batch_size=2 * cards * steps, micro_batch_size=2, world_size=cards)[0]["accumulation"].text
+    assert text.startswith(f"{steps} steps ({words}): ")
 
 
 def test_accumulation_keeps_one_micro_batch_of_the_activations_of_the_whole_batch():

@@ -3,6 +3,8 @@
 import copy
 import io
 import textwrap
+from collections import UserDict
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -33,8 +35,14 @@ class Model(nn.Module):
         return self.head(self.encoder(self.embed(x)))
 
 
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
 def loss_fn(model, batch):
-    x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch
+    inner = batch["inputs"] if "inputs" in batch else batch
+    x, y = (inner["x"], inner["y"]) if hasattr(inner, "keys") else inner
     return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
@@ -43,7 +51,22 @@ def batch(form, num_samples=10):
     x = torch.randn(num_samples, 3, WIDTH, generator=generator, dtype=torch.float64)
     y = torch.randint(CLASSES, (num_samples, 3), generator=generator)
     y[:4, 1:] = -100
-    return {"dict": {"x": x, "y": y}, "tuple": (x, y), "list": [x, y]}[form]
+    named = {"x": x, "y": y}
+    return {
+        "dict": named,
+        "tuple": (x, y),
+        "list": [x, y],
+        "pair": Pair(x, y),
+        "encoding": UserDict(named),
+        "nested": {"inputs": named, "scale": torch.tensor(2.0), "name": "words", "nothing": None},
+    }[form]
+
+
+def labels_of(form):
+    """What a job says of its count."""
+    if form == "nested":
+        return lambda one: (one["inputs"]["y"] != -100).sum()
+    return snugfit.tokens(key=1 if form in ("tuple", "list") else "y")
 
 
 def job(form="dict", **options):
@@ -52,38 +75,44 @@ def job(form="dict", **options):
         loss_fn,
         lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         batch(form),
-        **{"count": snugfit.tokens(key="y" if form == "dict" else 1), **options},
+        **{"count": labels_of(form), **options},
     )
 
 
 def trained(code, form):
-    """Parameters after two updates by printed lines, and the rate that a schedule left."""
+    """Two updates by printed lines, with nothing but what a script has: parameters, what is logged, the rate left."""
     torch.manual_seed(0)
     model = Model().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    names = {"snugfit": snugfit, "torch": torch, "model": model, "optimizer": optimizer, "scheduler": scheduler}
-    names |= {"loss_fn": loss_fn, "batch": batch(form)}
+    names = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loss_fn": loss_fn, "batch": batch(form)}
+    names |= {"count": labels_of(form)} if form == "nested" else {}
     once, head, each = "\n".join(code).partition("# for each batch")
     exec(once, names)
+    logged = []
     for _ in range(2):
         exec(head + each, names)
-    return [parameter.detach() for parameter in model.parameters()], scheduler.get_last_lr()
+        logged.append(names["loss"].item())
+    return list(model.parameters()), logged, scheduler.get_last_lr()
 
 
 def full_batch(form):
     torch.manual_seed(0)
     model = Model().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    logged = []
     for step in range(2):
-        loss_fn(model, batch(form)).backward()
+        loss = loss_fn(model, batch(form))
+        loss.backward()
+        logged.append(loss.item())
         nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
         optimizer.step()
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** (step + 1)
-    return list(model.parameters())
+    return list(model.parameters()), logged
 
 
+BATCHES = ("tuple", "list", "pair", "encoding", "nested")
 FORMS = {
     "nothing": (),
     "blocks": tuple(Segment((name,)) for name in NAMED),
@@ -98,8 +127,8 @@ FORMS = {
 @pytest.mark.filterwarnings("ignore:segments are offloaded to the host")
 @pytest.mark.parametrize(
     ("form", "recompute"),
-    [("tuple", ()), ("list", ()), *(("dict", segments) for segments in FORMS.values())],
-    ids=["tuple", "list", *FORMS],
+    [*((form, ()) for form in BATCHES), *(("dict", segments) for segments in FORMS.values())],
+    ids=[*BATCHES, *FORMS],
 )
 def test_the_lines_with_snugfit_and_those_without_train_as_the_full_batch(form, recompute, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -108,13 +137,62 @@ def test_the_lines_with_snugfit_and_those_without_train_as_the_full_batch(form, 
     options = {"max_grad_norm": LIMIT, "scheduler": lambda one: torch.optim.lr_scheduler.ExponentialLR(one, 0.5)}
     given = own_loop(job(form, **options), Model().double())
     lines = script(plan, "cpu", given, "kept.json")
+    whole, whole_losses = full_batch(form)
+    assert max(map(len, (*lines.snugfit, *lines.pytorch))) <= 76  # and four in front of them
     for code in (lines.snugfit, lines.pytorch):
-        parameters, rate = trained(code, form)
+        parameters, logged, rate = trained(code, form)
         assert rate == [0.1 * 0.25]
-        for mine, whole in zip(parameters, full_batch(form), strict=True):
-            torch.testing.assert_close(mine, whole, rtol=1e-10, atol=1e-13)
-    is_by_hand = not any("only with snugfit" in line for line in lines.pytorch)
-    assert is_by_hand == (not any(len(one.modules) > 1 for one in recompute))
+        assert logged == pytest.approx(whole_losses, rel=1e-10)
+        for mine, theirs in zip(parameters, whole, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-13)
+    needs_snugfit = any(len(one.modules) > 1 for one in recompute)
+    assert any("only with snugfit" in line for line in lines.pytorch) == needs_snugfit
+    assert any("snugfit." in line for line in lines.pytorch) == needs_snugfit
+    assert lines.by_hand == ("or without it, as far as plain PyTorch goes" if needs_snugfit else "or without it")
+
+
+def test_a_loss_in_parts_by_hand_has_the_loss_and_the_gradients_of_the_whole():
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(4, 7, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(11, (4, 7), generator=generator)
+    labels[:, 5:] = -100
+    code = script(Plan(batch_size=8, micro_batch_size=8, loss_chunks=3), "cpu").pytorch
+    names = {}
+    exec("\n".join(code).partition("# for each batch")[0], names)
+    loss = names["chunked_cross_entropy"](hidden, weight, labels)
+    whole = nn.functional.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(loss, whole, rtol=1e-12, atol=0)
+    for mine, theirs in zip(
+        torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(whole, (hidden, weight)), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-13)
+
+
+def test_frozen_statistics_by_hand_stay_as_they_are():
+    code = script(Plan(batch_size=8, micro_batch_size=8, norm_policy="frozen"), "cpu").pytorch
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))
+    exec("\n".join(code).partition("# for each batch")[0], {"model": model})
+    model(torch.randn(2, 3, 4, 4))
+    assert model[1].num_batches_tracked == 0
+    assert model[0].training
+
+
+def test_the_lines_say_what_they_replace_and_what_a_batch_is():
+    options = {"max_grad_norm": LIMIT, "scheduler": lambda one: torch.optim.lr_scheduler.ExponentialLR(one, 0.5)}
+    lines = script(Plan(batch_size=10, micro_batch_size=4), "cpu", own_loop(job(**options), Model()))
+    for code in (lines.snugfit, lines.pytorch):
+        assert '# batch: {"x": tensor, "y": tensor}, as in your job' in code
+        replaced = "zero_grad, loss, backward, clip_grad_norm_, step and scheduler.step"
+        assert f"# replaces your lines of {replaced}" in " ".join(code).replace(" # and", " and")
+
+
+def test_a_batch_that_slices_do_not_cut_is_left_to_a_function_of_the_user_s():
+    captions = ["a", "b"]
+    found = own_loop(snugfit.Job(Model, loss_fn, torch.optim.SGD, {"x": torch.zeros(2, 3), "c": captions}), Model())
+    code = script(Plan(batch_size=10, micro_batch_size=4), "cpu", found).pytorch
+    assert "for micro in cut(batch, 4):" in code
+    assert "# cut: a function of yours that gives a batch in parts of 4 samples" in code
 
 
 def test_what_is_recomputed_by_hand_runs_its_forward_again():
@@ -132,7 +210,7 @@ def test_what_is_recomputed_by_hand_runs_its_forward_again():
 def test_fp16_is_unscaled_before_it_is_clipped_and_the_schedule_follows_the_update():
     loop = OwnLoop(max_grad_norm=1.0, has_scheduler=True)
     code = script(Plan(batch_size=8, micro_batch_size=4, precision="16-mixed"), "cuda", loop).pytorch
-    order = ["scaler.unscale_(optimizer)", "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"]
+    order = ["scaler.unscale_(optimizer)", "grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"]
     order += ["scaler.step(optimizer)", "scaler.update()", "scheduler.step()", "optimizer.zero_grad()"]
     assert [line for line in code if line in order] == order
 
@@ -177,8 +255,8 @@ def test_an_optimizer_is_made_as_the_job_makes_it_with_its_new_form():
 @pytest.mark.parametrize(
     ("form", "moved"),
     [
-        ("dict", 'micro = {k: t.to("cuda") for k, t in zip(batch, part)}'),
-        ("tuple", 'micro = tuple(t.to("cuda") for t in part)'),
+        ("dict", 'micro = {k: t[start : start + 4].to("cuda") for k, t in batch.items()}'),
+        ("tuple", 'micro = tuple(t[start : start + 4].to("cuda") for t in batch)'),
         ("other", "# bring the tensors of micro to the card here"),
     ],
 )

@@ -1,10 +1,12 @@
+import sys
 import textwrap
 
 import pytest
+import torch
 from torch import nn
 
 from snugfit import Job, PlanError
-from snugfit.targets import load_target, users_line
+from snugfit.targets import load_job_or_step, load_target, users_line
 
 JOB = """
     import torch
@@ -104,10 +106,100 @@ def test_an_error_of_ours_is_shown_as_it_is(tmp_path):
         load_target(str(path))
 
 
-@pytest.mark.parametrize("source", ["def job():\n    return 5", "def job():\n    make()", "job = 5"])
+@pytest.mark.parametrize("source", ["def job():\n    return 5", "job = 5"])
 def test_what_is_no_job_is_refused(tmp_path, source):
     with pytest.raises(PlanError, match=r"did not return a job|neither a job nor a function"):
         load_target(str(write(tmp_path, source)))
+
+
+@pytest.mark.parametrize("name", ["job", "make_step", "main"])
+def test_a_function_that_returns_nothing_is_refused_before_it_trains(tmp_path, name):
+    body = "    def inner():\n        return make()\n    raise AssertionError('it was called')\n    return"
+    path = write(tmp_path, f"def {name}():\n{body}")
+    with pytest.raises(PlanError, match="returns nothing, so it was not called") as caught:
+        load_job_or_step(f"{path}:{name}")
+    assert "training.py:" in caught.value.got
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "job = lambda: make()",
+        "def job(deep=True):\n    with torch.no_grad():\n        if deep:\n            return make()",
+        "import functools\njob = functools.partial(make, 2)",
+        "exec('def job():\\n    return make()')",
+    ],
+)
+def test_every_way_to_return_a_job_is_taken(tmp_path, source):
+    assert isinstance(load_target(str(write(tmp_path, source))), Job)
+
+
+def test_a_file_reads_no_other_command_line_than_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["snugfit", "plan", "training.py", "--budget", "5GiB"])
+    parsed = "argparse.ArgumentParser().parse_args()"
+    path = write(
+        tmp_path,
+        f"""
+        import argparse, sys
+        {parsed}
+        def job():
+            {parsed}
+            return make(len(sys.argv))
+        def make_step():
+            {parsed}
+            return lambda: sys.argv[0]
+        """,
+    )
+    assert load_target(str(path)).batch.shape == (4, 1)
+    assert callable(load_job_or_step(f"{path}:make_step")())
+    assert sys.argv[1] == "plan"
+
+
+def test_a_file_without_a_job_is_shown_one_that_can_be_copied(tmp_path):
+    source = """
+    import torch
+    from torch import nn
+    from torch.nn import functional as F
+
+    class Block(nn.Module):
+        pass
+
+    class Net(nn.Module):
+        def __init__(self, image=32):
+            super().__init__()
+            self.block, self.head = Block(), nn.Linear(3, 10)
+
+        def forward(self, x):
+            return self.head(x.mean((2, 3)))
+
+    def main(rate=0.5):
+        model = Net(image=64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+        loss = F.cross_entropy(model(None), None)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.5)
+    """
+    path = tmp_path / "training.py"
+    path.write_text(textwrap.dedent(source))
+    with pytest.raises(PlanError, match=r"has no function job\(\)") as caught:
+        load_target(str(path))
+    shown = textwrap.dedent(caught.value.hint.partition("\n")[2])
+    path.write_text(f"{path.read_text()}\n{shown}\n")
+    found = load_target(str(path))
+    optimizer = found.optimizer(found.model())
+    assert type(found.model()).__name__ == "Net"
+    assert (type(optimizer), optimizer.defaults["momentum"]) == (torch.optim.SGD, 0.9)
+    assert found.max_grad_norm == 1.5
+    assert found.loss(found.model(), found.batch(2)).dim() == 0
+
+
+def test_a_file_of_transformers_is_shown_its_own_loss(tmp_path):
+    path = tmp_path / "training.py"
+    path.write_text("def main():\n    loss = model(input_ids=ids, labels=ids).loss\n")
+    with pytest.raises(PlanError) as caught:
+        load_target(str(path))
+    assert "lambda: YourModel()," in caught.value.hint
+    assert "lambda model, batch: model(**batch).loss," in caught.value.hint
+    assert max(map(len, caught.value.hint.splitlines()[1:])) <= 100
 
 
 def test_only_a_config_takes_a_task(tmp_path):

@@ -158,7 +158,7 @@ class SearchRequest(FileRequest):
 
     allow: Annotated[
         list[str] | None,
-        typer.Option("--allow", help="A change of the job, if nothing fits: " + " | ".join(ways_out.NAMES)),
+        typer.Option("--allow", help=ways_out.OFFER),
     ] = None
     measure: Annotated[
         int | None, typer.Option("--measure", help="Run the best K plans here, and take the fastest.", metavar="K")

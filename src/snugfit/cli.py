@@ -39,7 +39,7 @@ from snugfit.memory.replay import replaying, snapshots
 from snugfit.option_names import spelled
 from snugfit.page import details, html, subject
 from snugfit.planning import calibration
-from snugfit.plans import write_atomically
+from snugfit.plans import Plan, write_atomically
 from snugfit.targets import load_target, prints_on_stderr
 from snugfit.training import build
 from snugfit.training.checking import check as checking
@@ -286,9 +286,17 @@ def _train(request: TrainRequest, job: Job) -> int:
     card, budget_bytes = request.card()
     build.present(card)  # refused before a search and its files, not after
     chosen, predicted = request.chosen(job, card, budget_bytes)
-    print(f"plan: {tables.plan_line(chosen)}", file=sys.stderr)
+    _say_plan(request, chosen, card.name)
     runs.train(job, chosen, steps=request.steps, run_dir=request.folder(), device=card, predicted=predicted.to_dict())
     return DONE
+
+
+def _say_plan(request: TrainRequest, chosen: Plan, device: str) -> None:
+    """Say under what plan a run begins, and where; a plan for another device runs as well, at other times."""
+    print(f"plan: {tables.plan_line(chosen)}", file=sys.stderr)
+    made_for = None if request.plan_file is None else details.device_of(request.plan_file, chosen)
+    elsewhere = "" if made_for in (None, device) else f"; the plan was made for {made_for}"
+    print(f"device: {device}{elsewhere}", file=sys.stderr)
 
 
 def _train_capped(request: TrainRequest, job: Job) -> int:
@@ -308,7 +316,7 @@ def _train_capped(request: TrainRequest, job: Job) -> int:
         capped.check_static(error.smallest, allowed)  # type: ignore[attr-defined]
         raise
     capped.check_static(predicted, allowed)
-    print(f"plan: {tables.plan_line(chosen)}", file=sys.stderr)
+    _say_plan(request, chosen, "cpu")
     plan_file = request.folder() / runs.PLAN
     chosen.save(plan_file)
     status = capped.run_capped(

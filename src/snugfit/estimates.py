@@ -5,6 +5,7 @@ and comparing are ``memory``'s; writing the answer out is ``cli``'s.
 """
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,7 +100,9 @@ def estimate(request: EstimateRequest) -> Answer:
             savings_s=0.0 if request.what_if is False else what_if.USUAL_TRACES * (time.perf_counter() - start),
         )
         if _wants_savings(request, answer):
-            lines = what_if.savings(target, planned, card, budget=budget_bytes, memory=memory)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of other plans than the one that was asked about
+                lines = what_if.savings(target, planned, card, budget=budget_bytes, memory=memory)
             answer = replace(answer, savings=lines)
         if request.compare:
             answer = replace(answer, comparison=compare(memory, measuring.measure(target, planned, card)))

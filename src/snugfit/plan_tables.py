@@ -82,7 +82,8 @@ def _ladder(out: Console, ladder: tuple[Rung, ...]) -> None:
         )
     out.print(table)
     out.print("plan: micro-batches x samples of each + a smaller last one. needed: reserved, context, margin.")
-    out.print("time, compute: of an update, modelled; those of the first rung are 1.")
+    out.print("time, compute: seconds and FLOP of an update, modelled; those of the first rung are 1.")
+    out.print("compute holds what is computed twice: segments, and the class scores of a loss in chunks.")
     for sentence in legend(rung.plan for rung in ladder):
         out.print(sentence)
 
@@ -106,7 +107,7 @@ def _script(out: Console, report: PlanReport, plan_file: str | None) -> None:
         out.print(f"  the job must change: {way.change}")
         _code(out, way.code.splitlines())
     lines = _lines(report, plan_file)
-    for heading, found in (("with snugfit", lines.snugfit), ("or without it", lines.pytorch)):
+    for heading, found in (("with snugfit", lines.snugfit), (lines.by_hand, lines.pytorch)):
         out.print(f"  {heading}")
         _code(out, found)
 

@@ -11,8 +11,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from snugfit import hardware, sizes
+from snugfit import hardware, run_progress, sizes
 from snugfit.errors import BatchError, PlanError, UnsupportedError
 from snugfit.jobs import Job
 from snugfit.plans import Plan, write_atomically
@@ -118,7 +117,11 @@ def train(
         batches = _batches(job, plan)
         losses: list[float | None] = []
         skipped = 0
-        with _progress(steps) as show, (folder / METRICS).open("a", encoding="utf-8", buffering=1) as metrics:
+        with (
+            run_progress.shown(steps, plan.accumulation_steps) as progress,
+            (folder / METRICS).open("a", encoding="utf-8", buffering=1) as metrics,
+        ):
+            engine.runner.loss = progress.following(engine.runner.loss)
             start = time.perf_counter()
             for step in range(steps):
                 batch = next(batches)
@@ -144,7 +147,7 @@ def train(
                     "metrics": {name: _finite(value) for name, value in result.metrics.items()},
                 }
                 metrics.write(json.dumps(line) + "\n")
-                show(line)
+                progress.updated(line)
             seconds = time.perf_counter() - start
         engine.close()
     outcome = RunResult(
@@ -265,39 +268,6 @@ def process_bytes(field: str) -> int:
     if found is None:
         raise OSError(f"/proc/self/status has no {field}")
     return int(found[1]) * sizes.KIB
-
-
-@contextmanager
-def _progress(steps: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """A progress bar on stderr where that is a terminal; else nothing.
-
-    Drawn by this thread: a thread of its own would need a stack inside of a memory cap.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda line: None
-        return
-    columns = (
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("{task.fields[text]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, auto_refresh=False) as progress:
-        task = progress.add_task("", total=steps, text="")
-
-        def show(line: Mapping[str, Any]) -> None:
-            loss = "not finite" if line["loss"] is None else f"{line['loss']:.4f}"
-            skipped = f", skipped ({line['reason']})" if line["skipped"] else ""
-            peak = "" if line["peak_memory_bytes"] is None else f", peak {sizes.text(line['peak_memory_bytes'])}"
-            text = f"loss {loss}, lr {line['lr'][0]:.3g}, {line['samples_per_s']:.3g} samples/s{peak}{skipped}"
-            progress.update(task, advance=1, text=text, refresh=True)
-
-        yield show
 
 
 def _finite(value: Any) -> float | None:

@@ -5,19 +5,21 @@ Entry points: ``load_target`` for a job and ``load_job_or_step``. A target is a 
 the user's own line.
 """
 
+import ast
 import difflib
-import functools
 import importlib.util
 import inspect
 import sys
 import sysconfig
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
+from snugfit import job_example
 from snugfit.errors import PlanError, SnugfitError
 from snugfit.integrations import known_models
 from snugfit.jobs import Job
@@ -123,7 +125,14 @@ def load_job_or_step(
             hint="make it a function",
         )
     _refuse_unknown_sizes(found, path, name, sizes)
-    return functools.partial(found, **sizes)
+    _refuse_without_result(found, path, name, "the step")
+
+    def make_step() -> Callable[[], object]:
+        with _command_line_of(path):
+            step: Callable[[], object] = found(**sizes)
+            return step
+
+    return make_step
 
 
 def users_line(error: BaseException, path: Path | None = None) -> str | None:
@@ -166,6 +175,7 @@ def _job_in(module: ModuleType, path: Path, name: str, sizes: dict[str, Any]) ->
             hint="make it a function that returns the job",
         )
     _refuse_unknown_sizes(found, path, name, sizes)
+    _refuse_without_result(found, path, name, "a snugfit.Job")
     job = _guarded(lambda: found(**sizes), f"{name}() of {str(path)!r} raised", path)
     if not isinstance(job, Job):
         hint = "end the function with `return snugfit.Job(...)`"
@@ -187,15 +197,67 @@ def _found(module: ModuleType, path: Path, name: str, expected: str) -> Any:
             f"{str(path)!r} has no function {name}()",
             got=f"functions {', '.join(functions) or 'none'}",
             expected=expected,
-            hint=f"pass {path}:{near[0]}" if near else f"add the function, or pass {path}:NAME",
+            hint=f"pass {path}:{near[0]}" if near else _how_to_add_one(module, path, name),
         )
     return found
+
+
+def _how_to_add_one(module: ModuleType, path: Path, name: str) -> str:
+    """What to do where a file has no such function: one to copy, as far as the file tells what belongs into it."""
+    if name != DEFAULT_NAME:
+        return f"add the function, or pass {path}:NAME"
+    code = job_example.example(module, path.read_text(encoding="utf-8"))
+    shown = textwrap.indent(code, "      ")
+    return f"add a function like this one (README: A job of your own), or pass {path}:NAME\n{shown}"
 
 
 def _refuse_unknown_sizes(function: Callable[..., Any], path: Path, name: str, sizes: dict[str, Any]) -> None:
     parameters = inspect.signature(function).parameters
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         _refuse_sizes(path, name, {key: value for key, value in sizes.items() if key not in parameters})
+
+
+def _refuse_without_result(function: Callable[..., Any], path: Path, name: str, result: str) -> None:
+    """Refuse a function that can only return nothing before it is called: a ``main`` would train all its steps."""
+    if inspect.isfunction(function) and inspect.unwrap(function) is function and not _returns(function):
+        raise PlanError(
+            f"{name}() of {str(path)!r} returns nothing, so it was not called",
+            got=f"a function without `return VALUE` ({path.name}:{function.__code__.co_firstlineno})",
+            expected=f"a function that returns {result}",
+            hint=f"end it with a return of {result}, or pass {path}:NAME of one that does; it is no loop that trains",
+        )
+
+
+def _returns(function: FunctionType) -> bool:
+    """Whether a function may return anything but None, or ends in an error of its own, as far as its source tells."""
+    if inspect.isgeneratorfunction(function):
+        return True
+    try:
+        definition = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, SyntaxError):
+        return True
+    if not isinstance(definition, ast.FunctionDef) or isinstance(definition.body[-1], ast.Raise):
+        return True
+    return any(_returns_inside(node) for node in definition.body)
+
+
+def _returns_inside(node: ast.AST) -> bool:
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+        return False
+    if isinstance(node, ast.Return):
+        return node.value is not None
+    return any(_returns_inside(child) for child in ast.iter_child_nodes(node))
+
+
+@contextmanager
+def _command_line_of(path: Path) -> Iterator[None]:
+    """``sys.argv`` as ``python file.py`` sets it: the words of snugfit's command line are not those of a script."""
+    before = sys.argv
+    sys.argv = [str(path)]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def _imported(path: Path) -> ModuleType:
@@ -224,7 +286,8 @@ def _imported(path: Path) -> ModuleType:
 def _guarded(call: Callable[[], Any], what: str, path: Path) -> Any:
     """Run the user's code; an error of it becomes one of ours that names the user's line, with the original chained."""
     try:
-        return call()
+        with _command_line_of(path):
+            return call()
     except SnugfitError:
         raise
     except (Exception, SystemExit) as error:

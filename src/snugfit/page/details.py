@@ -193,6 +193,15 @@ def load(file: Path, plan: Plan) -> Details:
     return details
 
 
+def device_of(plan_file: str | os.PathLike[str], plan: Plan) -> str | None:
+    """The device that a plan was made for, where its details lie beside it and are its own; else None."""
+    file = beside(plan_file)
+    try:
+        return load(file, plan).memory.device if file.exists() else None
+    except PlanError:
+        return None
+
+
 def _searched(found: PlanReport) -> dict[str, Any]:
     return {
         "step_time_s": found.step_time_s,

@@ -3,12 +3,14 @@
 Entry point: ``body``. Numbers and figures are made elsewhere; this file chooses their order and the words.
 """
 
+from collections.abc import Iterable
+
 from snugfit import sizes
 from snugfit.page import markup, modules, over_time, run_figures, techniques, trades
 from snugfit.page.details import Details
 from snugfit.page.drawing import BESIDE, COLOURS, Unit, plain
 from snugfit.page.run_folder import Run
-from snugfit.planning.ladder import blocks_of, short_line
+from snugfit.planning.ladder import blocks_of, legend, short_line
 from snugfit.planning.script import script
 from snugfit.plans import Plan
 from snugfit.tables import duration, plan_line
@@ -93,7 +95,7 @@ def _script(details: Details) -> str:
         "What to change in your script",
         "<h3>With snugfit</h3>\n",
         _code(lines.snugfit),
-        "<h3>Or without it</h3>\n",
+        f"<h3>{lines.by_hand.replace('or', 'Or', 1)}</h3>\n",
         _code(lines.pytorch),
     )
 
@@ -130,10 +132,19 @@ def _run_figures(run: Run, details: Details, unit: Unit) -> str:
 def _trade(details: Details, unit: Unit) -> str:
     return markup.section(
         "What memory is paid with",
-        "<p>Each technique frees memory and pays with something else. Grey: without it; coloured: with it. All numbers "
-        "are of this job, modelled.</p>\n",
+        "<p>Each technique frees memory and pays with something else. Grey: without it; coloured: with it. A card "
+        "compares two plans that differ in its technique and, where the search met such, in nothing else; the ladder "
+        "below adds one technique to the other, each with the micro-batches that it then allows. All numbers are of "
+        "this job, modelled.</p>\n",
         techniques.techniques(details, unit),
+        _words(one.plan for one in (*details.ladder, *details.frontier)),
     )
+
+
+def _words(plans: Iterable[Plan]) -> str:
+    """What the words for recomputation in these plans mean."""
+    found = " ".join(legend(plans))
+    return f'<p class="quiet">{plain(found)}</p>\n' if found else ""
 
 
 def _ladder(details: Details, unit: Unit) -> str:
@@ -159,7 +170,7 @@ def _ladder(details: Details, unit: Unit) -> str:
     seen = {name for rung in details.ladder for name in rung.by_category}
     return markup.section(
         "The ladder",
-        "<p>One technique after the other.</p>\n",
+        "<p>One technique after the other, each with the fastest micro-batches that fit with it.</p>\n",
         markup.legend({name: colour for name, colour in COLOURS.items() if name in seen} | BESIDE),
         '<div class="side">\n',
         markup.plot("ladder", trades.rung_memory(details, unit), "memory that each rung needs", kind=kind),

@@ -85,8 +85,15 @@ def _panel(technique: _Technique, details: Details, unit: Unit) -> str:
         rows = "".join(_row_html(row, technique) for row in _rows(before, after, unit))
         blocks = blocks_of(details.ladder)
         compared = " &rarr; ".join(plain(short_line(one.plan, blocks)) for one in pair)
-        body = f'<p class="quiet">{compared}</p><table class="trade"><tbody>{rows}</tbody></table>'
+        body = f'<p class="quiet">{_kinship(pair, details)}: {compared}</p>'
+        body += f'<table class="trade"><tbody>{rows}</tbody></table>'
     return f'<section class="panel">{head}<p>{technique.sentence}</p>{body}</section>'
+
+
+def _kinship(pair: tuple[Considered, Considered], details: Details) -> str:
+    """Where the plans of a pair are from: a reader looks for them in the ladder."""
+    rungs = {rung.plan for rung in details.ladder}
+    return "Two rungs of the ladder" if {one.plan for one in pair} <= rungs else "Two plans that are not both rungs"
 
 
 def _pair(technique: _Technique, details: Details) -> tuple[Considered, Considered] | None:
@@ -139,7 +146,8 @@ def _flops(count: float) -> str:
 
 def _row_html(row: _Row, technique: _Technique) -> str:
     if row.before is None or row.after is None:
-        return f'<tr><th scope="row">{row.name}</th><td colspan="3" class="quiet">not counted</td></tr>'
+        not_counted = '<td colspan="3" class="quiet">counted for rungs of the ladder only</td>'
+        return f'<tr><th scope="row">{row.name}</th>{not_counted}</tr>'
     is_same = row.before == row.after or (row.before > 0 and abs(row.after / row.before - 1) < _SAME)
     change = "same" if is_same else f"{100 * (row.after / row.before - 1):+.0f} %" if row.before else ""
     whole = max(row.before, row.after) or 1

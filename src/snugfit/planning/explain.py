@@ -60,7 +60,9 @@ def reasons(
     found.setdefault("precision", precision.reason if lower else "fp32 is the fastest that fits")
     found.setdefault("recompute", _recompute(plan, model, budget_bytes, joint, traced))
     own = (
-        "the job's own choice is kept" if plan.optimizer_impl == "as-given" else "its update takes less time or memory"
+        "it stays as the job makes it: no other form of its update was worth a change"
+        if plan.optimizer_impl == "as-given"
+        else "its update takes less time or memory"
     )
     found.setdefault("optimizer_impl", own)
     if plan.world_size > 1:
@@ -92,7 +94,7 @@ def _micro_batch(plan: Plan, used: str, budget_bytes: int, joint: JointSearch | 
     needed = joint.least_needed(larger)
     beyond = f"{larger.micro_batch_size} needs {sizes.text(needed)} at least, with everything recomputed"
     if needed <= budget_bytes:
-        beyond = f"{larger.micro_batch_size} would fit with more recomputation, which costs more than it gains"
+        beyond = f"{larger.micro_batch_size} would fit with more recomputation, which costs more time than it gains"
     return f"the fastest size that fits: {used}; {beyond}"
 
 
@@ -100,7 +102,7 @@ def _recompute(
     plan: Plan, model: nn.Module, budget_bytes: int, joint: JointSearch | None, traced: Mapping[Plan, MemoryReport]
 ) -> str:
     if not plan.recompute:
-        return "not needed: recomputing would only cost time"
+        return f"micro-batches of {plan.micro_batch_size} fit without: recomputing would only cost time"
     if joint is None:
         return f"{options.describe(plan.recompute)}"
     chain = joint.chain(plan)
@@ -194,9 +196,10 @@ def _on_class_scores(what: str, memory: MemoryReport) -> list[str]:
     if share < _MUCH_OF_PEAK:
         return []
     return [
-        f"class scores within the loss are {sizes.text(num_bytes)} of {what}, {share:.0%}: where the loss is "
-        "snugfit.chunked_cross_entropy(hidden, head.weight, labels, chunks=None), the plan chooses how few are alive "
-        "at once"
+        f"class scores within the loss are {sizes.text(num_bytes)} of {what}, {share:.0%}: with "
+        "snugfit.chunked_cross_entropy(hidden, head.weight, labels, chunks=None) in place of the last layer and its "
+        "loss the plan chooses how few are alive at once, for one more forward of that layer; hidden is what goes into "
+        "it, and the labels are yours to shift (docs/checkpointing.md has the lines for transformers)"
     ]
 
 

@@ -6,8 +6,10 @@ code that are made of them are ``script``'s.
 
 import copy
 import inspect
+import json
 import re
 import warnings
+from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isinf
@@ -15,13 +17,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
+from snugfit.errors import BatchError
 from snugfit.jobs import Job
 from snugfit.training import counting, random_states, splitting
 from snugfit.training.example import example_batch
 
 _FORMS: dict[type, str] = {tuple: "tuple", list: "list", dict: "dict"}
+_REPEATED = (str, bytes, bool, int, float, complex, type(None))
+"What every micro-batch holds as it is."
+_LONGEST_SHOWN = 50
 UNKNOWN_COUNT = ("num_samples(", ")")
 "Where nothing is known of a batch."
 _PARAMETERS = "model.parameters()"
@@ -37,7 +44,12 @@ class OwnLoop:
     arguments: str = _PARAMETERS
     "What it is called with, its implementation left out."
     form: str = "other"
-    'Of a batch: ``"tensor"``, or flat and of tensors only, ``"tuple" "list" "dict"``; ``"other"``: anything else.'
+    """Of a batch: ``"tensor"``, or flat and of tensors only, ``"tuple" "list" "dict"``; ``"nested"``: such that hold
+    each other, numbers or strings; ``"other"``: anything else."""
+    shown: str = ""
+    'A batch in a few words, ``{"x": tensor, "y": tensor}``; empty: unknown.'
+    samples: tuple[str, str] = UNKNOWN_COUNT
+    "How many samples a batch has, as code in front of and behind its name."
     count: tuple[str, str] = UNKNOWN_COUNT
     "What a loss is a mean over, as code in front of and behind the name of a batch or micro-batch."
     counted: str = "samples"
@@ -80,7 +92,8 @@ def own_loop(job: Job, model: nn.Module) -> OwnLoop:
 def _counted(job: Job, model: nn.Module) -> dict[str, Any]:
     """How a batch is built, and what is counted in it."""
     batch = _example(job)
-    found: dict[str, Any] = {"form": _form(batch)}
+    samples = _samples(batch)
+    found: dict[str, Any] = {"form": _form(batch), "shown": _shown(batch), "samples": samples}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is inferred is written down here
         count = counting.settled(job.count, model, batch)
@@ -89,10 +102,18 @@ def _counted(job: Job, model: nn.Module) -> dict[str, Any]:
         return found | {"count": labels.of_batch, "counted": "tokens", "count_argument": labels.argument}
     if not isinstance(count, str):
         return found | {"count": ("count(", ")"), "counted": "count", "count_argument": "count"}
-    if batch is None:
-        return found
-    first = next((path for path, tensor in splitting.named_tensors(batch, "") if tensor.dim()), "")
-    return found | {"count": ("len(", f"{_quoted(first)})")}
+    return found | {"count": samples}
+
+
+def _samples(batch: Any) -> tuple[str, str]:
+    """How many samples a batch has, as code around its name."""
+    try:
+        number = splitting.num_samples(batch)
+    except BatchError:
+        return UNKNOWN_COUNT
+    tensors = splitting.named_tensors(batch, "")
+    first = next(path for path, tensor in tensors if tensor.dim() and len(tensor) == number)
+    return "len(", f"{_quoted(first)})"
 
 
 def _quoted(path: str) -> str:
@@ -115,9 +136,51 @@ def _example(job: Job) -> Any:
 def _form(batch: Any) -> str:
     if isinstance(batch, Tensor):
         return "tensor"
-    held = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
-    is_flat = bool(held) and all(isinstance(one, Tensor) and one.dim() for one in held)
-    return _FORMS.get(type(batch), "other") if is_flat else "other"
+    children = _held(batch)
+    if not children or not _is_cut_by_hand(batch):
+        return "other"
+    is_flat = all(isinstance(one, Tensor) and one.dim() for one in children)
+    return _FORMS.get(type(batch), "nested") if is_flat else "nested"
+
+
+def _held(value: Any) -> list[Any]:
+    """What a dictionary, tuple or list holds; nothing for anything else, whose copies take more than its class."""
+    if type(value) is dict or isinstance(value, UserDict):
+        return list(value.values())
+    return list(value) if isinstance(value, (tuple, list)) and not isinstance(value, PackedSequence) else []
+
+
+def _is_cut_by_hand(value: Any) -> bool:
+    """Whether slicing its tensors is all that cutting takes; not where a list may hold one entry per sample."""
+    if isinstance(value, (Tensor, *_REPEATED)):
+        return True
+    children = _held(value)
+    return any(_holds_tensor(child) for child in children) and all(_is_cut_by_hand(child) for child in children)
+
+
+def _holds_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) or any(_holds_tensor(child) for child in _held(value))
+
+
+def _shown(batch: Any) -> str:
+    """A batch in a few words; empty where they would be many."""
+    found = _described(batch)
+    return found if len(found) <= _LONGEST_SHOWN else ""
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return "tensor"
+    if isinstance(value, (Mapping, UserDict)):
+        inside = ", ".join(f"{json.dumps(key)}: {_described(one)}" for key, one in value.items())
+        return f"{{{inside}}}"
+    if isinstance(value, (tuple, list)):
+        names = getattr(value, "_fields", None)
+        inside = ", ".join(names or (_described(one) for one in value))
+        if names:
+            return f"{type(value).__name__}({inside})"
+        return f"[{inside}]" if isinstance(value, list) else f"({inside})"
+    return "" if value is None else type(value).__name__
 
 
 def _optimizer(job: Job, model: nn.Module) -> tuple[str, str]:

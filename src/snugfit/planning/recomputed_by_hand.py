@@ -1,7 +1,7 @@
 """Activation checkpointing in plain PyTorch: the lines that do what the segments of a plan say, as far as it can.
 
-Entry points: ``lines``, and ``reason_against``, which says what only snugfit does. The lines are code that runs; that
-they give the same gradients is tested.
+Entry points: ``lines`` with ``imports``, and ``reason_against``, which says what only snugfit does. The lines are code
+that runs; that they give the same gradients is tested.
 """
 
 import re
@@ -13,6 +13,8 @@ from snugfit.plans import Segment
 
 WIDTH = 76
 "Of a line of code that is printed."
+
+CHECKPOINT = "from torch.utils.checkpoint import checkpoint"
 
 _LAST_NUMBER = re.compile(r'([^{}"\\]*?)(\d+)([^\d{}"\\]*)')
 _ATTENTION = {
@@ -56,6 +58,7 @@ def lines(segments: tuple[Segment, ...], kind: str, loop: OwnLoop) -> Iterator[s
     reason = reason_against(segments)
     if reason:
         yield f"# recomputation, only with snugfit: {reason}"
+        yield "# (plan with --recompute blocks for lines of plain PyTorch)"
         yield "snugfit.checkpointing.apply(model, plan.recompute)"
         return
     if loop.has_cache:
@@ -63,7 +66,6 @@ def lines(segments: tuple[Segment, ...], kind: str, loop: OwnLoop) -> Iterator[s
         yield "model.config.use_cache = False"
     if loop.has_running_statistics:
         yield "# running statistics of layers that run again move twice here, not with snugfit"
-    yield from _imports({segment.policy for segment in segments})
     for policy in dict.fromkeys(segment.policy for segment in segments):
         names = [segment.modules[0] for segment in segments if segment.policy == policy]
         yield from _wrapper(policy, kind)
@@ -73,10 +75,14 @@ def lines(segments: tuple[Segment, ...], kind: str, loop: OwnLoop) -> Iterator[s
         yield f"    layer.forward = {made}"
 
 
-def _imports(policies: set[str]) -> Iterator[str]:
+def imports(segments: tuple[Segment, ...]) -> Iterator[str]:
+    """The imports that ``lines`` needs."""
+    policies = {segment.policy for segment in segments}
+    if reason_against(segments):
+        return
     if policies - {"offload"}:
         yield "import functools"
-        yield "from torch.utils.checkpoint import checkpoint"
+        yield CHECKPOINT
     if policies - {"offload", "full"}:
         yield "from torch.utils.checkpoint import create_selective_checkpoint_contexts"
     if "offload" in policies:

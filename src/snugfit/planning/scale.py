@@ -121,7 +121,7 @@ def advice(
         noise_scale: The metric ``gradient_noise_scale`` of a run, in samples; None: not measured.
     """
     num_cards = plan.world_size if cards is None else cards
-    found = [*_on_steps(plan, memory)]
+    found = [*_on_steps(plan, memory, num_cards)]
     if num_cards > 1:
         found.append(_on_cards(plan, memory, num_cards, links.between(device) if link is None else link))
     found += _on_learning_rate(plan, reference_batch_size)
@@ -132,23 +132,21 @@ def advice(
     return tuple(found)
 
 
-def _on_steps(plan: Plan, memory: MemoryReport) -> Iterator[Advice]:
+def _on_steps(plan: Plan, memory: MemoryReport, cards: int) -> Iterator[Advice]:
     steps = plan.accumulation_steps
     if steps == 1:
         return
     # The last micro-batch, at whose forward's end this is read, may be a short one.
     saved = max(memory.at("forward end").get("saved", 0), memory.by_category.get("saved", 0))
     whole = saved * plan.samples_per_rank // plan.micro_batch_size
-    ranges = (
-        (MEMORY_STEPS, "on one card short of memory"),
-        (CARD_STEPS, "to save synchronisations between cards"),
-        (LARGE_STEPS, "for very large batches"),
-    )
+    between = [(CARD_STEPS, "to save synchronisations between cards")] if cards > 1 else []
+    ranges = ((MEMORY_STEPS, "on a card short of memory"), *between, (LARGE_STEPS, "for very large batches"))
     usual = [f"{low}-{high} are usual {what}" for (low, high), what in ranges if low <= steps <= high]
+    outside = "outside of the usual " + " and ".join(f"{low}-{high} {what}" for (low, high), what in ranges)
     yield Advice(
         "accumulation",
-        f"{steps} steps ({', '.join(usual) or 'outside of the usual 2-8, 4-16 and 32-128'}): for backward a "
-        f"micro-batch keeps {sizes.text(saved)}, the whole batch would keep about {sizes.text(whole)}",
+        f"{steps} steps ({', '.join(usual) or outside}): for backward a micro-batch keeps {sizes.text(saved)}, the "
+        f"whole batch would keep about {sizes.text(whole)}",
         {"accumulation_steps": steps, "saved_bytes": saved, "saved_bytes_of_batch": whole},
     )
     if steps > CHECKPOINT_BEYOND and not plan.recompute:
