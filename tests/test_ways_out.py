@@ -144,10 +144,13 @@ def test_lora_trains_forty_million_parameters_of_seven_billion(llama):
     assert llama["lora"].memory.at("step end")["optimizer"] == pytest.approx(2 * 4 * trained, rel=1e-3)
 
 
-def test_two_cards_of_24_gib_are_too_few_for_adamw_over_seven_billion_weights(llama):
-    # 2 bytes of weight, 2 of gradient and 8 of fp32 moments: 37.7 GiB on each of two cards, 18.8 on each of four.
-    assert 12 * LLAMA_WEIGHTS / 2 > 24 * sizes.GIB > 12 * LLAMA_WEIGHTS / 4
-    assert llama["fsdp"].world_size in (4, 5)
+def test_four_cards_of_24_gib_are_too_few_for_adamw_over_seven_billion_weights(llama):
+    # fp32 weight, gradient and two moments: 25.1 GiB on each of four cards, 16.7 on each of six; and what is whole of
+    # the two embeddings, 131 million each, in backward: bf16 weights and gradients and fp32 of what is reduced, twice.
+    assert 16 * LLAMA_WEIGHTS / 4 > 24 * sizes.GIB
+    whole = 2 * 32000 * 4096 * (2 + 2 + 2 * 4)
+    assert 16 * LLAMA_WEIGHTS / 7 + whole < 22 * sizes.GIB
+    assert llama["fsdp"].world_size in (5, 6, 7)
 
 
 def test_what_is_executed_is_said_and_comes_with_its_job(llama):
@@ -157,7 +160,8 @@ def test_what_is_executed_is_said_and_comes_with_its_job(llama):
 
 
 def test_sentences_name_each_way_its_memory_and_its_time(llama):
-    lines = sentences(llama.values())
+    heading, *lines = sentences(llama.values())
+    assert "times relative to the smallest candidate" in heading
     assert [line.partition(":")[0] for line in lines] == list(llama)
     for line, row in zip(lines, llama.values(), strict=True):
         assert sizes.text(row.needed_bytes) in line
@@ -229,7 +233,7 @@ def test_fused_backward_says_at_least_where_the_saved_activations_of_the_batch_a
     assert row.needed_bytes > 5 * 4 * sizes.GIB
     assert not row.fits
     assert row.is_least
-    assert sentences([row])[0].startswith("fused-backward: does not fit, at least ")
+    assert sentences([row])[1].startswith("fused-backward: does not fit, at least ")
 
 
 @pytest.mark.parametrize("micro_batch_size", [4, 2])
@@ -265,7 +269,7 @@ def test_gradients_stay_on_the_card_where_there_is_room_for_them():
     tight = rows_of(stack_job(), plan, "1GiB", allow=["host-offload"])["host-offload"]
     assert roomy.change.startswith("optimizer state on the host")
     assert tight.change.startswith("optimizer state and gradients on the host")
-    assert "offload_gradients=False" in roomy.code
+    assert "CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW)" in roomy.code
     assert "register_post_accumulate_grad_hook" in tight.code  # torchao's would overwrite the first micro-batch's
 
 
@@ -518,9 +522,9 @@ def test_a_way_is_a_short_line_that_ends_in_what_to_type():
     for way in fits:
         line = by_name[way.name]
         if way.fits:
-            end = f"type --allow {way.name}" if way.executed_by_snugfit else "by hand, --json has the lines"
-            assert line.endswith(end)
-        assert "--allow" not in line or way.executed_by_snugfit
+            typed = f"--allow {way.name}"
+            assert line.endswith(f"type {typed}" if way.executed_by_snugfit else f"by hand, {typed} prints the lines")
+        assert "type --allow" not in line or way.executed_by_snugfit
         assert len(line) < 200
     long = replace(fits[0], memory=None, notes=("a reason " * 100 + "\nTraceback",))
     assert len(sentences([long])[0]) < 200

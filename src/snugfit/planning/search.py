@@ -44,14 +44,15 @@ def plan(
         fixed: Fields of ``Plan`` that are given, such as ``{"precision": "bf16-mixed"}``.
         allow: Changes of the job itself that may be made if nothing fits without: of ``"8bit-optimizer"
             "host-offload" "fused-backward" "lora" "fsdp"``. The cheapest one that fits and that snugfit runs is
-            taken; ``PlanReport.changes`` names it and ``PlanReport.job`` is the changed job.
+            taken (8-bit state or LoRA); ``PlanReport.changes`` names it and ``PlanReport.job`` is the changed job.
+            Where only one fits that snugfit does not run, the error has the lines to do it by hand.
         progress: Called with a few words before each part of the search.
 
     Raises:
         InfeasibleError: Nothing fits; ``.smallest`` is the report of the closest plan, ``.budget_bytes`` the budget,
             ``.ways`` what changes of the job would need.
-        PlanError: An argument outside of its range, an unknown field or device, or a fixed ``recompute`` whose
-            offloaded segments do not lower the peak.
+        PlanError: An argument outside of its range, an unknown field or device, a fixed ``recompute`` whose offloaded
+            segments do not lower the peak, or a fixed field that an allowed change needs otherwise.
         UnsupportedError: An operation that cannot be traced.
     """
     _check_names(fixed or {}, allow)
@@ -65,7 +66,9 @@ def plan(
             for way in getattr(error, "ways", ()):
                 if way.name in allow and way.fits and way.executed_by_snugfit:
                     return _changed(search, way, batch_size, fixed or {}, say)
-            raise
+            if not allow:
+                raise
+            raise ways_out.refusal(error, allow) from None
         if "recompute" in search.fixed:
             offload_gain.refuse_useless(found.memory, found.plan, search.memory_of)
     return found
@@ -76,12 +79,36 @@ def _changed(
 ) -> PlanReport:
     """The plan of a job that is changed in an allowed way."""
     progress(way.change)
-    needs_bf16 = way.plan.precision == "bf16-true"  # else the search chooses anew
-    given = {**fixed, **{name: getattr(way.plan, name) for name in (_OF_A_WAY if needs_bf16 else ())}}
+    decided = {name: getattr(way.plan, name) for name in way.decides}
+    _check_agreement(way, decided, fixed)
+    given = {**fixed, **decided}
     assert way.job is not None, "what snugfit runs is a job"
     again = Search(way.job, search.device, batch_size, search.budget_bytes, way.plan.world_size, given, (), progress)
     found = again.run()
-    return replace(found, changes=(way,), job=way.job, notes=(*way.notes, *found.notes))
+    reasons = {name: reason for name, reason in _reasons(way, decided, fixed).items() if name in found.reasons}
+    return replace(
+        found,
+        changes=(way,),
+        job=way.job,
+        notes=(*way.notes, *found.notes),
+        reasons={**found.reasons, **reasons},
+    )
+
+
+def _reasons(way: WayOut, decided: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, str]:
+    """Why fields are as they are that a change decides: nobody gave them."""
+    return {name: f"{way.name} decides it: {way.change}" for name in decided if name not in fixed}
+
+
+def _check_agreement(way: WayOut, decided: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    for name, value in decided.items():
+        if fixed.get(name, value) != value:
+            raise PlanError(
+                f"{way.name} takes another {name} than the one that is given",
+                got=f"{name}={fixed[name]!r}",
+                expected=f"{name}={value!r}: {way.change}",
+                hint=f"leave {name} out",
+            )
 
 
 def _check_cards(batch_size: object, world_size: object) -> None:
@@ -125,6 +152,3 @@ def _check_names(fixed: Mapping[str, Any], allow: Collection[str]) -> None:
 
 _ARGUMENTS = {"batch_size", "world_size"}
 "Fields of a plan that ``plan`` takes by themselves."
-
-_OF_A_WAY = ("precision", "gradient_dtype", "bf16_update")
-"Fields of a plan that a way out with bf16 weights decides."

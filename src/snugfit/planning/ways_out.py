@@ -4,13 +4,13 @@ Entry points: ``ways_out``, ``sentences`` and ``check_names``. All numbers are m
 user's choice: each changes more than a plan does, what is trained, how its state is rounded, or what machines it takes.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 
 from torch import nn
 
 from snugfit import hardware, sizes
-from snugfit.errors import PlanError, SnugfitError
+from snugfit.errors import InfeasibleError, PlanError, SnugfitError
 from snugfit.jobs import Job
 from snugfit.memory import tracing
 from snugfit.planning.ways import eight_bit, fsdp, fused_backward, host_offload, lora, rows
@@ -28,6 +28,13 @@ _WAYS: dict[str, Callable[[Case], WayOut]] = {
 _LONGEST_REASON = 160
 NAMES = tuple(_WAYS)
 "The ways, those that change least first."
+RUN = ("8bit-optimizer", "lora")
+"Those that snugfit plans and runs itself; of the others it prints the lines."
+OFFER = (
+    f"A change of the job, if nothing fits. snugfit plans and runs {' and '.join(RUN)} itself; of "
+    f"{', '.join(name for name in NAMES if name not in RUN)} it prints the lines to do by hand."
+)
+"What allowing one means, for the help of a command."
 
 
 def ways_out(
@@ -88,19 +95,66 @@ def check_names(allow: Iterable[str]) -> None:
 
 
 def sentences(ways: Iterable[WayOut]) -> list[str]:
-    """A line for each way, with its numbers, for a message."""
-    lines = []
+    """A line for each way, with its numbers, for a message; first what their times are relative to.
+
+    Of all ways, more cards have none where even the most of them do not do.
+    """
+    ways, lines = tuple(ways), []
+    if len(ways) == len(NAMES):
+        ways = tuple(way for way in ways if way.name != "fsdp" or way.fits or way.memory is None)
+    if any(way.relative_time is not None for way in ways):
+        lines.append("other ways, with times relative to the smallest candidate, which does not fit:")
     for way in ways:
         if way.memory is None:
             lines.append(f"{way.name}: {_short(way.notes[0])}")
             continue
-        time = "" if way.relative_time is None else f", {way.relative_time:.2f} x the time"
-        cards = f" on each of {way.world_size} cards" if way.world_size > 1 else ""
         verdict = "fits" if way.fits else "does not fit"
-        least = "at least " if way.is_least else ""
-        needed = f"{least}{sizes.text(way.memory.needed_bytes)}{cards}"
-        lines.append(f"{way.name}: {verdict}, {needed}{time}: {way.change}{_to_type(way)}")
+        lines.append(f"{way.name}: {verdict}, {numbers(way)}: {way.change}{_to_type(way)}")
     return lines
+
+
+def refusal(error: InfeasibleError, allow: Collection[str]) -> InfeasibleError:
+    """The error where changes are allowed that would do, and none of them is one that snugfit makes here.
+
+    Args:
+        error: That nothing fits, with the ways that are allowed.
+        allow: Their names.
+    """
+    fitting = [way for way in error.ways if way.name in allow and way.fits]  # type: ignore[attr-defined]
+    if not fitting:
+        return error
+    facts = {name: value for name, value in vars(error).items() if name not in ("what", "got", "expected", "hint")}
+    names = " or ".join(way.name for way in fitting)
+    libraries = " and ".join(sorted({way.missing for way in fitting if way.missing}))
+    because = f"snugfit runs {names} only with {libraries}, which is not installed"
+    by_itself = " | ".join(name for name in RUN if name not in allow)
+    needed = sizes.text(error.smallest.needed_bytes)  # type: ignore[attr-defined]
+    return InfeasibleError(
+        f"{error.what}, and {because if libraries else f'snugfit does not run {names} itself'}",
+        got="; ".join(f"{way.name} would fit: {numbers(way)} of the smallest candidate ({needed})" for way in fitting),
+        expected=f"a change that snugfit runs: {by_itself or 'one whose library is there'}",
+        hint="\n      ".join(line for way in fitting for line in _what_to_do(way)),
+        **facts,
+    )
+
+
+def _what_to_do(way: WayOut) -> Iterator[str]:
+    """How to go a way that snugfit does not."""
+    if way.missing:
+        yield f'{way.name}: pip install "snugfit[{way.missing}]", then the same command again'
+        return
+    yield f"by hand, {way.change}: the numbers rest on all of these lines"
+    yield from (f"    {line}" for line in way.by_hand)
+    yield from (f"note: {note}" for note in way.notes)
+
+
+def numbers(way: WayOut) -> str:
+    """What a way needs and costs, in a few words."""
+    assert way.memory is not None, "it was worked out"
+    time = "" if way.relative_time is None else f", {way.relative_time:.2f} x the time"
+    cards = f" on each of {way.world_size} cards" if way.world_size > 1 else ""
+    least = "at least " if way.is_least else ""
+    return f"{least}{sizes.text(way.memory.needed_bytes)}{cards}{time}"
 
 
 def _short(reason: str) -> str:
@@ -113,7 +167,11 @@ def _to_type(way: WayOut) -> str:
     """What to do to go this way."""
     if not way.fits:
         return ""
-    return f"; type --allow {way.name}" if way.executed_by_snugfit else "; by hand, --json has the lines"
+    if way.missing:
+        return f'; pip install "snugfit[{way.missing}]", then type --allow {way.name}'
+    return (
+        f"; type --allow {way.name}" if way.executed_by_snugfit else f"; by hand, --allow {way.name} prints the lines"
+    )
 
 
 def _worked_out(case: Case, name: str) -> WayOut:

@@ -21,10 +21,11 @@ from snugfit.jobs import Job
 from snugfit.memory.events import Work
 from snugfit.memory.traces import Trace
 from snugfit.planning import cost
-from snugfit.planning.ways import rows
+from snugfit.planning.ways import by_hand, recorded_step, rows
 from snugfit.planning.ways.recorded_step import RecordedStep, made
 from snugfit.planning.ways.rewriting import Rewriting
 from snugfit.planning.ways.rows import Case, WayOut
+from snugfit.plans import Plan
 from snugfit.training import buckets
 
 NAMES: dict[type, str] = {torch.optim.Adam: "Adam8bit", torch.optim.AdamW: "AdamW8bit"}
@@ -73,18 +74,31 @@ def row(case: Case) -> WayOut:
     phases = step.seconds()
     name = NAMES[step.optimizers[0].kind]
     is_there, lacking = rows.installed("torchao")
-    return rows.row(
+    plan = replace(step.plan, optimizer_impl="as-given")
+    code = [f"from torchao.optim import {name}", f"optimizer = {name}({_arguments(case, plan)})"]
+    found = rows.row(
         case,
         "8bit-optimizer",
         trace,
         change=f"{name} of torchao keeps Adam's moments in 8 bits{rows.and_bfloat16(case, step)}",
-        code=f"from torchao.optim import {name}\noptimizer = {name}(model.parameters(), lr=...)",
+        code="\n".join(code),
+        by_hand=by_hand.lines(case, plan, code, is_exact=True),
         seconds=sum(phases.values()) - phases.get("optimizer", 0.0) + update_seconds(step),
-        plan=replace(step.plan, optimizer_impl="as-given"),
-        executed=is_there,
+        plan=plan,
+        missing="" if is_there else "torchao",
         job=with_8bit_optimizer(case.job) if is_there else None,
         notes=(*lacking, "its update is compiled: torch.compile must work", "moments are rounded in blocks of 256"),
     )
+    if found.fits and found.job is not None:
+        recorded_step.record(found.job, plan, case.device, case.model)  # what is named can be planned
+    return found
+
+
+def _arguments(case: Case, plan: Plan) -> str:
+    """What torchao's optimizer is called with: the job's options, and the rounding of the plan."""
+    parameters = "groups" if case.loop.arguments.startswith("groups") else "model.parameters()"
+    rounding = ", bf16_stochastic_round=True" if plan.precision == "bf16-true" else ""
+    return f"{parameters}{by_hand.options(case)}{rounding}"
 
 
 def can_convert(step: RecordedStep) -> bool:

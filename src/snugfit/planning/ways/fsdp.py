@@ -21,7 +21,7 @@ from snugfit import sizes
 from snugfit.errors import PlanError
 from snugfit.memory.traces import Trace
 from snugfit.planning import links
-from snugfit.planning.ways import rows
+from snugfit.planning.ways import by_hand, rows
 from snugfit.planning.ways.recorded_step import RecordedStep, Weight, made
 from snugfit.planning.ways.rewriting import Rewriting
 from snugfit.planning.ways.rows import Case, WayOut
@@ -29,14 +29,14 @@ from snugfit.plans import Plan
 from snugfit.training import checkpointing
 
 CODE = """\
-# started by torchrun --nproc-per-node {k}; make the optimizer afterwards, over the sharded model
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 policy = MixedPrecisionPolicy(
     param_dtype=torch.{compute}, reduce_dtype=torch.float32
 )
 for block in {blocks}:
     fully_shard(block, mp_policy=policy)
-fully_shard(model, mp_policy=policy)"""
+fully_shard(model, mp_policy=policy)
+optimizer = {optimizer}"""
 
 MOST = 1024
 "Cards, beyond which another way is better."
@@ -51,7 +51,7 @@ def row(case: Case) -> WayOut:
     """The row of this way."""
     if case.device.kind == "cpu":
         return rows.unknown(case, "fsdp", "it is worked out for cards only")
-    step = case.any_step()
+    step = case.step(case.plan)
     most = min(MOST, step.plan.batch_size)
     if most < 2:
         return rows.unknown(case, "fsdp", "a batch of one sample cannot be shared by cards: take a larger one")
@@ -59,9 +59,9 @@ def row(case: Case) -> WayOut:
     plan = spread(step.plan, num_cards)
     link = links.between(case.device)
     code = CODE.format(
-        k=num_cards,
         compute="float32" if step.compute_itemsize == 4 else "bfloat16",
         blocks=_container(case.model),
+        optimizer=f"{case.loop.optimizer}({case.loop.arguments})" if case.loop.optimizer else "...  # as before",
     )
     change = f"weights, gradients and state are spread over {num_cards} cards by FSDP2{rows.and_bfloat16(case, step)}"
     too_much = "what is not spread, activations and gathered units, is too large by itself, or the batch too small"
@@ -73,13 +73,14 @@ def row(case: Case) -> WayOut:
         trace,
         change=change,
         code=code,
+        by_hand=by_hand.lines(case, plan, code.splitlines()),
         seconds=total,
         plan=plan,
         cards=num_cards,
         notes=(
             *(() if case.holds(step, trace) else (too_much,)),
             f"each card sends {sizes.text(sent)} per update over {link.name}, which adds {added:.2f} s",
-            f"{num_cards - 1} cards more than now" if case.plan.world_size == 1 else f"{num_cards} cards in all",
+            f"{num_cards} cards in all, each with its own part of the batch",
         ),
     )
 
@@ -140,9 +141,10 @@ def needs(step: RecordedStep, num_cards: int, model: nn.Module) -> Trace:
 
 def gathered_bytes(step: RecordedStep, model: nn.Module) -> tuple[int, int]:
     """Bytes that are whole on a card: gathered weights, and gradients with what is reduced; see the NOTE."""
-    root, unit = units(step.weights, model)
     compute = step.compute_itemsize
-    return (root + 3 * unit) * compute, (root + unit) * compute + 2 * max(root, unit) * _REDUCE_ITEMSIZE
+    (root, unit), (trained_root, trained_unit) = units(step.weights, model), units(step.trained, model)
+    reduced = (trained_root + trained_unit) * compute + 2 * max(trained_root, trained_unit) * _REDUCE_ITEMSIZE
+    return (root + 3 * unit) * compute, reduced
 
 
 def units(weights: Iterable[Weight], model: nn.Module) -> tuple[int, int]:
@@ -162,12 +164,22 @@ def units(weights: Iterable[Weight], model: nn.Module) -> tuple[int, int]:
 def smallest(step: RecordedStep, budget_bytes: int, model: nn.Module, most: int) -> tuple[int, Trace]:
     """The least number of cards on which the step fits, and the step there; else ``most``."""
     num_cards = min(most, max(2, step.plan.world_size))
+    too_few = num_cards - 1
     while True:
         trace = needs(step, num_cards, model)
         needed = step.needed_bytes(trace)
         if needed <= budget_bytes or num_cards >= most:
-            return num_cards, trace
+            break
+        too_few = num_cards
         num_cards = min(most, max(num_cards + 1, _floor(step, num_cards, needed, budget_bytes)))
+    while needed <= budget_bytes and num_cards - too_few > 1:  # the jump may have been too far
+        middle = (num_cards + too_few) // 2
+        fewer = needs(step, middle, model)
+        if step.needed_bytes(fewer) <= budget_bytes:
+            num_cards, trace = middle, fewer
+        else:
+            too_few = middle
+    return num_cards, trace
 
 
 def _floor(step: RecordedStep, num_cards: int, needed: int, budget_bytes: int) -> int:
@@ -180,9 +192,9 @@ def _floor(step: RecordedStep, num_cards: int, needed: int, budget_bytes: int) -
 
 def wire_bytes(step: RecordedStep, plan: Plan) -> int:
     """Bytes that one card sends in an update: two gathers and a reduction in every micro-step, (k - 1) / k of each."""
-    numel = sum(weight.numel for weight in step.weights)
+    gathered, reduced = (sum(weight.numel for weight in weights) for weights in (step.weights, step.trained))
     part = (plan.world_size - 1) / plan.world_size
-    per_micro_step = part * numel * (2 * step.compute_itemsize + _REDUCE_ITEMSIZE)
+    per_micro_step = part * (gathered * 2 * step.compute_itemsize + reduced * _REDUCE_ITEMSIZE)
     return round(per_micro_step * plan.accumulation_steps)
 
 

@@ -1,13 +1,14 @@
 """Optimizer state on the host, and gradients too: the card keeps weights and activations, PCIe and the host pay.
 
-Entry point: ``row``. The lines are torchao's optimizer where it can (it overwrites gradients on the
-host, so one micro-batch per window if they are to leave the card), else hooks that sum on the host.
+Entry point: ``row``. The lines are torchao's optimizer where that is enough: it copies gradients before they are
+clipped, overwrites them on the host if they leave the card, and updates weights in their own type. Else they are hooks
+that sum on the host, where the weights are kept in fp32.
 """
 
 from snugfit import sizes
 from snugfit.memory.traces import Trace
 from snugfit.planning import links
-from snugfit.planning.ways import rows
+from snugfit.planning.ways import by_hand, rows
 from snugfit.planning.ways.fused_backward import gradients_used_at_once
 from snugfit.planning.ways.recorded_step import RecordedStep
 from snugfit.planning.ways.rewriting import Rewriting
@@ -15,7 +16,7 @@ from snugfit.planning.ways.rows import Case, WayOut
 
 CODE = """\
 from torchao.optim import CPUOffloadOptimizer
-optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.{name}, offload_gradients={gradients}, lr=...)"""
+optimizer = CPUOffloadOptimizer({parameters}, {name}{options})"""
 
 CODE_SUMS = """\
 host = {{p: p.detach().float().cpu() for p in model.parameters() if p.requires_grad}}
@@ -24,8 +25,13 @@ def leave(p):
     host[p].grad = gradient if host[p].grad is None else host[p].grad.add_(gradient)
 for p in host:
     p.register_post_accumulate_grad_hook(leave)
-optimizer = torch.optim.{name}(host.values(), lr=..., fused=True)
-# once per window: optimizer.step(); [p.data.copy_(h) for p, h in host.items()]; optimizer.zero_grad()"""
+optimizer = {name}(host.values(){options})"""
+
+_BACK = ("for p, updated in host.items():", "    p.data.copy_(updated)")
+"Behind the update on the host."
+
+_WAITING = "its time is that of copies that run beside backward; in these lines backward waits for them"
+
 
 _LEAST = 4096
 "Elements below which torchao leaves a parameter's update on the card."
@@ -43,8 +49,8 @@ def row(case: Case) -> WayOut:
     gradients = not case.holds(step, kept)
     trace = trace if gradients else kept
     total, added = seconds(step)
-    sums = gradients and step.plan.accumulation_steps > 1
-    code = CODE_SUMS if sums else CODE
+    sums = gradients or case.loop.max_grad_norm is not None or step.plan.precision == "bf16-true"
+    code = _code(case, step, sums=sums)
     what = "optimizer state and gradients" if gradients else "optimizer state"
     lacking = () if sums else rows.installed("torchao")[1]
     return rows.row(
@@ -52,15 +58,39 @@ def row(case: Case) -> WayOut:
         "host-offload",
         trace,
         change=f"{what} on the host{rows.and_bfloat16(case, step)}",
-        code=code.format(name=rows.optimizer_of(step), gradients=gradients),
+        code="\n".join(code),
+        by_hand=by_hand.lines(
+            case,
+            step.plan,
+            [*(by_hand.groups(case) if sums else ()), *code],
+            replaced=_updates(*_BACK) if sums else {},
+            parameters="host.values()" if sums else "",
+            is_exact=sums,
+        ),
         seconds=total,
         plan=step.plan,
         notes=(
             *lacking,
             f"the host holds {sizes.text(host_bytes(step))} for it",
             f"{links.to_host(case.device).name} and the host's update add {added:.2f} s to each update",
+            *((_WAITING,) if sums else ()),
         ),
     )
+
+
+def _code(case: Case, step: RecordedStep, *, sums: bool) -> list[str]:
+    """The lines that make the optimizer."""
+    text = CODE_SUMS if sums else CODE
+    return text.format(
+        name=case.loop.optimizer or rows.optimizer_of(step),
+        parameters="groups" if case.loop.arguments.startswith("groups") else "model.parameters()",
+        options=by_hand.options(case),
+    ).splitlines()
+
+
+def _updates(*behind: str) -> dict[str, tuple[str, ...]]:
+    """The lines of an update with more behind them, scaled or not."""
+    return {line: (line, *behind) for line in ("optimizer.step()", "scaler.step(optimizer)")}
 
 
 def needs(step: RecordedStep, *, gradients: bool) -> Trace:

@@ -2,33 +2,50 @@
 
 Entry points: ``row``, and ``with_lora`` for the job. It trains something else than the job did, which its row says.
 Left out: QLoRA, and convolutions.
+
+NOTE [Which weights have 16 bits]
+1. Frozen weights are held in the type that autocast multiplies in, so that it casts none of them in a step; its casts
+   of inputs let a 16-bit layer take ordinary floats. So such a job belongs to the mixed precision of that type, and
+   without one (fp32) the frozen weights stay as they are.
+2. Torch's layers that normalise keep their bits, beside their statistics: what is normalised may be fp32, and not all
+   of them take weights of another type than their input's.
+3. Adapters are fp32, as peft's ``get_peft_model`` makes them (autocast_adapter_dtype). ``inject_adapter_in_model``,
+   which keeps the names of modules, gives them the type of the layer beside.
 """
 
 import contextlib
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
 
 from snugfit.errors import UnsupportedError
 from snugfit.jobs import Job
-from snugfit.planning.ways import recorded_step, rows
+from snugfit.planning import options
+from snugfit.planning.ways import by_hand, recorded_step, rows
 from snugfit.planning.ways.rows import Case, WayOut
 from snugfit.training import build
 
 RANK = 16
-CODE_BFLOAT16 = """\
-for p in model.parameters():  # weights only: buffers need their bits
-    p.data = p.data.to(torch.bfloat16)
-"""
 CODE = """\
 import peft
 config = peft.LoraConfig(r={rank}, lora_alpha={alpha}, target_modules={targets})
 # freezes all but the adapters; make the optimizer afterwards, as before
 model = peft.inject_adapter_in_model(config, model)"""
+CODE_ADAPTERS = """
+for p in model.parameters():  # adapters learn in fp32
+    p.data = p.data.float() if p.requires_grad else p.data"""
 _FLOATS = (torch.float32, torch.float64)
+_HALF = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_NORMS = (
+    *(nn.LayerNorm, nn.GroupNorm, nn.SyncBatchNorm),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 
 def row(case: Case) -> WayOut:
@@ -36,11 +53,8 @@ def row(case: Case) -> WayOut:
     is_there, lacking = rows.installed("peft")
     if not is_there:
         return rows.unknown(case, "lora", lacking[0])
-    total = sum(weight.numel * weight.itemsize for weight in case.weights)
-    precision = case.plan.precision
-    if precision == "bf16-true" or (precision == "32-true" and total > case.budget_bytes and case.device.fast_bfloat16):
-        precision = "bf16-mixed"
-    base = torch.bfloat16 if precision == "bf16-mixed" else None
+    precision = _precision(case)
+    base = _HALF.get(precision)
     plan = replace(
         case.plan, precision=precision, fingerprint=None, gradient_dtype="float32", bf16_update="master-weights"
     )
@@ -49,38 +63,64 @@ def row(case: Case) -> WayOut:
     names = targets(case.model)
     shapes = {weight.module: weight.shape for weight in case.weights if len(weight.shape) == 2}
     trained = sum(RANK * sum(shapes[name]) for name in names if name in shapes)
+    code = _code(case.model, names, base)
     return rows.row(
         case,
         "lora",
         step.trace,
         change=f"{_millions(trained)} parameters of rank-{RANK} adapters are trained, the others frozen"
-        + (" in bf16" if base else ""),
-        code=(CODE_BFLOAT16 if base else "") + CODE.format(rank=RANK, alpha=2 * RANK, targets=short(names)),
+        + (f" in {precision.removesuffix('-mixed')}" if base else ""),
+        code=code,
+        by_hand=by_hand.lines(case, plan, code.splitlines()),
         seconds=sum(step.seconds().values()),
         plan=plan,
-        executed=True,
+        decides=("precision",) if base else (),
         job=job,
         notes=("it trains other parameters than the job does, with another result",),
     )
 
 
+def _precision(case: Case) -> str:
+    """The mixed precision of the plan, or that in which the device is fast; else the plan's."""
+    given = case.plan.precision
+    if given in _HALF:
+        return given
+    if given == "bf16-true":
+        return "bf16-mixed"
+    fast = options.precisions(case.device, {})[-1].value
+    return str(fast) if fast in _HALF else given
+
+
+def _code(model: nn.Module, names: list[str], base: torch.dtype | None) -> str:
+    """The lines that change the model."""
+    ends = short(names)
+    is_plain = {name for name, _ in model.named_modules() if name.rpartition(".")[2] in ends} == set(names)
+    code = CODE.format(rank=RANK, alpha=2 * RANK, targets=ends if is_plain else names)
+    if base is None:
+        return code
+    return by_hand.HALF_WEIGHTS.format(dtype=str(base).removeprefix("torch.")) + code + CODE_ADAPTERS
+
+
 def with_lora(job: Job, *, rank: int = RANK, base_dtype: torch.dtype | None = torch.bfloat16) -> Job:
     """The job with LoRA adapters on all linear layers but the output's; everything else is frozen.
 
-    Names of modules stay, so that segments of a plan do. The adapters are fp32. A given module is copied.
+    Names of modules stay, so that segments of a plan do. The adapters are fp32. A given module is copied. See the NOTE.
 
     Args:
         job: Its model, a module or a function.
         rank: Of the adapters; their alpha is twice it.
-        base_dtype: Type of the frozen weights; None leaves them.
+        base_dtype: Type of the frozen weights but those of layers that normalise, for a plan of the mixed precision of
+            that type; None leaves them.
 
     Raises:
         UnsupportedError: When the model is built: peft is missing, or there is no linear layer.
     """
 
     def model() -> nn.Module:
-        with _made_in(base_dtype) if not isinstance(job.model, nn.Module) else contextlib.nullcontext():
-            base = build.copied(job.model) if isinstance(job.model, nn.Module) else build.build_model(job)
+        if isinstance(job.model, nn.Module):
+            return _adapted(build.copied(job.model), rank, base_dtype)
+        with _held_in(base_dtype):
+            base = build.build_model(job)
         return _adapted(base, rank, base_dtype)
 
     return replace(job, model=model)
@@ -133,7 +173,9 @@ def _adapted(model: nn.Module, rank: int, base_dtype: torch.dtype | None) -> nn.
         _convert(model, base_dtype)
     pattern = "|".join(re.escape(name) for name in names)  # a list would be taken as ends of names
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=pattern)
-    adapted: nn.Module = peft.inject_adapter_in_model(config, model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set")  # it is then set as it must be
+        adapted: nn.Module = peft.inject_adapter_in_model(config, model)
     for name, parameter in adapted.named_parameters():
         is_adapter = "lora_" in name
         parameter.requires_grad_(is_adapter)
@@ -145,22 +187,27 @@ def _adapted(model: nn.Module, rank: int, base_dtype: torch.dtype | None) -> nn.
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
     """Round weights, not buffers: rotary frequencies and running statistics need their bits."""
     for module in model.modules():
-        if getattr(module, "running_mean", None) is None:
-            for parameter in module.parameters(recurse=False):
-                if parameter.dtype in _FLOATS:
-                    parameter.data = parameter.data.to(dtype)
+        for parameter in module.parameters(recurse=False):
+            _round(module, parameter, dtype)
+
+
+def _round(module: nn.Module, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    is_norm = isinstance(module, _NORMS) or hasattr(module, "running_mean")
+    if parameter.dtype in _FLOATS and not is_norm and not is_lazy(parameter):
+        parameter.data = parameter.data.to(dtype)
 
 
 @contextlib.contextmanager
-def _made_in(dtype: torch.dtype | None) -> Iterator[None]:
-    """Let weights be made in a type at once: in fp32 they would take twice as much while the model is built."""
-    before = torch.get_default_dtype()
-    if dtype is not None:
-        torch.set_default_dtype(dtype)
+def _held_in(dtype: torch.dtype | None) -> Iterator[None]:
+    """Round each weight as soon as a module holds it: all of them in fp32 would take twice as much at first."""
+    if dtype is None:
+        yield
+        return
+    handle = register_module_parameter_registration_hook(lambda module, _, made: _round(module, made, dtype))
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        handle.remove()
 
 
 def _millions(number: int) -> str:

@@ -16,6 +16,7 @@ from snugfit import hardware
 from snugfit.jobs import Job
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory.traces import Trace
+from snugfit.planning.own_loop import OwnLoop, own_loop
 from snugfit.planning.ways import recorded_step
 from snugfit.planning.ways.recorded_step import RecordedStep
 from snugfit.plans import Plan
@@ -30,7 +31,7 @@ class WayOut:
     change: str
     "What is changed, in one sentence."
     code: str
-    "The lines of a script that change."
+    "The lines of a script that change, beside those of the plan."
     memory: MemoryReport | None
     "What one card needs, modelled; None where it could not be worked out, which the notes explain."
     step_time_s: float | None
@@ -41,6 +42,12 @@ class WayOut:
     executed_by_snugfit: bool
     "Whether ``job`` and ``plan`` can be given to ``build`` and ``train`` as they are."
     plan: Plan
+    by_hand: tuple[str, ...] = ()
+    "All lines that the numbers rest on, those of the plan too, in plain PyTorch."
+    decides: tuple[str, ...] = ()
+    "Fields of the plan that the change rests on; the others may be chosen anew."
+    missing: str = ""
+    "The library without which snugfit cannot run it."
     job: Job | None = None
     "The changed job; None where the change is not one of the job, or something is not installed."
     world_size: int = 1
@@ -61,6 +68,8 @@ class WayOut:
             "name": self.name,
             "change": self.change,
             "code": self.code,
+            "by_hand": list(self.by_hand),
+            "missing": self.missing,
             "needed_bytes": self.needed_bytes,
             "is_least": self.is_least,
             "by_category": None if self.memory is None else dict(self.memory.by_category),
@@ -90,6 +99,7 @@ class Case:
         self.job, self.plan, self.device, self.budget_bytes, self.model = job, plan, device, budget_bytes, model
         self.weights = recorded_step.weights_of(model)
         self._steps: dict[Plan, RecordedStep] = {}
+        self._loop: OwnLoop | None = None
 
     def step(self, plan: Plan) -> RecordedStep:
         """The job traced under a plan, once."""
@@ -101,6 +111,13 @@ class Case:
         """A trace that exists, that with the smallest weights; else one under the plan."""
         steps = sorted(self._steps.values(), key=lambda step: step.weight_itemsize)
         return steps[0] if steps else self.step(self.plan)
+
+    @property
+    def loop(self) -> OwnLoop:
+        """What the job's own loop does, for lines of code."""
+        if self._loop is None:
+            self._loop = own_loop(self.job, self.model)
+        return self._loop
 
     def seconds(self) -> float | None:
         """Modelled time of the job as it is, where it was traced."""
@@ -162,9 +179,11 @@ def row(
     *,
     change: str,
     code: str,
+    by_hand: tuple[str, ...],
     seconds: float | None,
     plan: Plan,
-    executed: bool = False,
+    decides: tuple[str, ...] = (),
+    missing: str = "",
     job: Job | None = None,
     cards: int = 1,
     is_least: bool = False,
@@ -178,10 +197,12 @@ def row(
         trace: Of the changed step.
         change: One sentence.
         code: Lines of a script.
+        by_hand: All of them, with those of the plan.
         seconds: Modelled, of one update.
         plan: That the numbers are for.
-        executed: Whether ``job`` and ``plan`` can be trained as they are.
-        job: The changed one.
+        decides: Fields of the plan that the change rests on; those of bf16 weights are added.
+        missing: A library that is not installed.
+        job: The changed one, where it can be trained as it is.
         cards: That take part.
         is_least: Whether it needs at least that much.
         notes: Sentences.
@@ -191,17 +212,24 @@ def row(
         name=name,
         change=change,
         code=code,
+        by_hand=by_hand,
+        decides=(*decides, *(_OF_BFLOAT16 if plan.precision == "bf16-true" else ())),
+        missing=missing,
         memory=memory,
         step_time_s=seconds,
         relative_time=None,
         fits=memory.needed_bytes <= case.budget_bytes,
-        executed_by_snugfit=executed,
+        executed_by_snugfit=job is not None,
         plan=plan,
         job=job,
         world_size=max(cards, plan.world_size),
         is_least=is_least,
         notes=notes,
     )
+
+
+_OF_BFLOAT16 = ("precision", "gradient_dtype", "bf16_update")
+"Fields of a plan that a way with bf16 weights decides."
 
 
 def optimizer_of(step: RecordedStep) -> str:
