@@ -1,6 +1,7 @@
 """The chain of units that a probe gives, against traces of the very plans that it predicts."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from snugfit import hardware
 from snugfit.memory import tracing
 from snugfit.planning import cost, probing, units
 from snugfit.planning.chain import NOTHING, Span
-from snugfit.planning.families import Family
+from snugfit.planning.families import Family, _option, _work_ns
+from snugfit.planning.kept_results import keeping_products, kept_in_runs
 from snugfit.planning.scaling import _micro_steps
 from snugfit.planning.unit_runs import run_prices
 
@@ -31,9 +33,10 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    def __init__(self):
+    def __init__(self, times):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        hidden = times * WIDTH
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x):
@@ -41,9 +44,9 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, times=4):
         super().__init__()
-        self.attention, self.mlp = Attention(), FeedForward()
+        self.attention, self.mlp = Attention(), FeedForward(times)
 
     def forward(self, x):
         x = x + self.attention(x)
@@ -81,6 +84,14 @@ class Skips(nn.Module):
         for block in self.up:
             x = block(x + skipped.pop())
         return x
+
+
+class Uneven(Decoder):
+    """Blocks of which no two are alike."""
+
+    def __init__(self):
+        super().__init__(depth=0)
+        self.blocks = nn.ModuleList(Block(hidden) for hidden in (2, 3, 4, 5))
 
 
 def decoder_job():
@@ -189,6 +200,36 @@ def test_what_a_run_keeps_of_a_block_are_its_last_product_and_its_attention():
     assert (products.policy, products.kept_bytes - both.kept_bytes) == ("keep-matmul", 8 * last.kept_bytes)
     assert 0 < products.again_ns < both.again_ns < last.again_ns < chain.units[5].forward_ns
     assert all(way.last_ns <= way.again_ns for way in (products, both, last))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_what_a_block_keeps_of_its_products_is_read_off_its_forward_as_it_is_measured(precision):
+    family = family_of(decoder_job(), hardware.resolve("rtx-3090"), precision)
+    place = family.probe.places["blocks.4"]
+    known = {
+        name: _option(name, found, found.forward_ns + found.backward_ns - plain.forward_ns - plain.backward_ns, 0, 0)
+        for plain in [family._of_trace(0, 8, False)[place[NOTHING].unit]]
+        for name, found in ((name, family._of_trace(0, 8, False)[place[name].unit]) for name in place)
+    }
+    chain, base = family.chain(8, 8), family.probe.traces[0]
+    again_ns = chain.units[chain.names.index("blocks.4")].forward_ns
+    element = next(element for element in family.probe.elements[0] if element.unit == "blocks.4")
+    unmeasured = [known[NOTHING], known[units.FULL]]
+    in_runs = kept_in_runs(base.base.recording, element, base.birth_bytes(8), _work_ns(base, 8), again_ns, unmeasured)
+    derived = keeping_products(in_runs, *unmeasured, again_ns)
+    measured = known[units.KEEP_PRODUCTS]
+    assert derived.forward_bytes in range(measured.forward_bytes, known[NOTHING].forward_bytes + 1)
+    assert replace(derived, forward_bytes=measured.forward_bytes) == measured
+
+
+@pytest.mark.parametrize(("device", "traces"), [("rtx-3090", 2), ("cpu", 3)])
+def test_what_a_block_keeps_of_which_there_is_one_is_measured_on_a_cpu_only(device, traces):
+    job = replace(decoder_job(), model=Uneven)
+    family = family_of(job, hardware.resolve(device), "32-true")
+    assert len(family.probe.traces) == traces
+    assert (units.KEEP_PRODUCTS in family.probe.places["blocks.1"]) == (device == "cpu")
+    chain = family.chain(8, 8)
+    assert units.KEEP_PRODUCTS in chain.held[chain.names.index("blocks.1")]
 
 
 def test_alike_blocks_share_their_options_and_one_trace_shows_them_all():

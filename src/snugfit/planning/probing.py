@@ -23,7 +23,7 @@ from snugfit.planning.scaling import NotAffineError, ScaledTrace
 from snugfit.plans import Plan
 from snugfit.training import segments
 
-_MOST_TRACES = 2
+_MOST_TRACES = 3
 "Traces that are made for the options; what small groups of alike units then lack is left out."
 _ONE_MICRO_BATCH: Sequence[Sequence[int]] = ((0,),)
 
@@ -104,6 +104,8 @@ class _Probing:
     ) -> None:
         self.job, self.plan, self.device, self.sizes = job, plan, device, sizes
         self.kinds, self.options = dict(kinds), options
+        # What Python does around each operation that keeping results watches counts on a CPU, and only a trace tells.
+        self.essential = units.ESSENTIAL if device.kind == "cuda" else (*units.ESSENTIAL, units.KEEP_PRODUCTS)
         self.traces: list[ScaledTrace] = []
         self.elements: list[tuple[Element, ...]] = []
         self.places: dict[Hashable, dict[str, Place]] = defaultdict(dict)
@@ -157,7 +159,7 @@ class _Probing:
         return any(
             option in self.options[name].segments and option not in self.places[kind]
             for name, kind in self.kinds.items()
-            for option in units.ESSENTIAL
+            for option in self.essential
         )
 
     def _trace(self, job: Job, carried: Mapping[str, str], windows: Sequence[Sequence[int]]) -> None:

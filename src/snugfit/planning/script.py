@@ -165,7 +165,8 @@ def _imports(plan: Plan) -> Iterator[str]:
 
 def _once(plan: Plan, kind: str, loop: OwnLoop, plan_file: str | None) -> Iterator[str]:
     if plan.precision == "bf16-true":
-        yield "# snugfit also keeps sums and updates exact, this does not"
+        yield "# snugfit also keeps sums and updates exact, this does not; float inputs have"
+        yield "# to come as bfloat16"
         yield "model.to(torch.bfloat16)"
     if plan.recompute:
         if recomputed_by_hand.reason_against(plan.recompute):

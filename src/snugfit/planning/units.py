@@ -17,7 +17,7 @@ from snugfit.training import segments
 FULL, CHILDREN, OFFLOAD = "full", "each part", "offload"
 KEEP_PRODUCTS, KEEP_LAST, KEEP_ATTENTION_LAST = "keep-matmul", "keep-last", "keep-attention-last"
 ESSENTIAL = (NOTHING, FULL)
-"Options that are worth a trace of their own where too few alike units carry them all in one."
+"Options that are worth a trace of their own on any device where too few alike units carry them all in one."
 
 _FEW_UNITS = 16
 "Below this number of units, those that hold a chain of blocks themselves are taken apart."
