@@ -210,3 +210,58 @@ def test_a_budget_that_only_what_needs_least_fits_gets_that_plan():
         snugfit.plan(job(), card(memory_bytes=1100 * MIB), 16)
     least = caught.value.smallest.needed_bytes
     assert snugfit.plan(job(), card(memory_bytes=least), 16).memory.needed_bytes <= least
+
+
+class SmallUNet(nn.Module):
+    """Its steps are launches more than computation: the chain of its units says little of their time."""
+
+    def __init__(self):
+        super().__init__()
+        self.downs = nn.ModuleList(convolutions(wide, 2 * wide) for wide in (16, 32, 64))
+        self.ups = nn.ModuleList(convolutions(3 * wide, wide) for wide in (64, 32, 16))
+        self.stem, self.head = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 3, 1)
+
+    def forward(self, x):
+        x, kept = self.stem(x), []
+        for down in self.downs:
+            kept.append(x)
+            x = F.max_pool2d(down(x), 2)
+        for up in self.ups:
+            x = up(torch.cat([F.interpolate(x, scale_factor=2), kept.pop()], 1))
+        return self.head(x)
+
+
+def convolutions(wide, wider):
+    return nn.Sequential(
+        nn.Conv2d(wide, wider, 3, padding=1), nn.ReLU(), nn.Conv2d(wider, wider, 3, padding=1), nn.ReLU()
+    )
+
+
+def test_a_larger_budget_gives_no_slower_plan():
+    small = snugfit.Job(
+        SmallUNet,
+        lambda model, x: F.mse_loss(model(x), x),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda n: torch.randn(n, 3, 16, 16),
+    )
+    whole = snugfit.estimate(small, snugfit.Plan(batch_size=16, micro_batch_size=16), "24GiB").needed_bytes
+    found = [snugfit.plan(small, "24GiB", 16, whole - less * MIB) for less in (3, 2, 1)]
+    times = [report.step_time_s for report in found]
+    assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+def test_where_weights_alone_are_too_large_the_smallest_candidate_has_the_smallest_micro_batches_that_run(norm):
+    def make():
+        return nn.Sequential(nn.Linear(8, 256), norm(256), nn.ReLU(), nn.Linear(256, 256), norm(256), nn.Linear(256, 3))
+
+    wide = snugfit.Job(
+        make,
+        lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
+        lambda model: torch.optim.AdamW(model.parameters()),
+        lambda n: {"x": torch.randn(n, 8), "y": torch.zeros(n, dtype=torch.long)},
+    )
+    with pytest.raises(snugfit.InfeasibleError) as caught:
+        snugfit.plan(wide, "cpu", 4096, 900 << 10)
+    least = 2 if norm is nn.BatchNorm1d else 1  # no variance of one sample
+    assert f"micro-batches of {least}, fp32" in str(caught.value)

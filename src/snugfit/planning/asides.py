@@ -11,6 +11,7 @@ from snugfit.planning.errands import Errand, errand
 from snugfit.planning.joint import JointSearch
 from snugfit.planning.learning import Learnt
 from snugfit.planning.traced_plans import TracedPlan
+from snugfit.planning.traces import Traces
 from snugfit.plans import Plan
 
 Aside: TypeAlias = Errand[tuple[Plan, dict[Plan, TracedPlan], Learnt]]
@@ -25,7 +26,7 @@ class Asides:
         traced: Every plan that was traced; what the asides trace is added.
     """
 
-    def __init__(self, joint: JointSearch, traced: dict[Plan, TracedPlan]) -> None:
+    def __init__(self, joint: JointSearch, traced: Traces) -> None:
         self.joint, self.traced = joint, traced
         self._begun: list[Aside] = []
         self._joined: dict[Aside, Plan] = {}
@@ -50,6 +51,7 @@ class Asides:
             for each, one in traced.items():
                 self.traced.setdefault(each, one)
             self.joint.learnt.add(learnt)
+            self.traced.forget()
             self._joined[begun] = plan
         return self.traced[self._joined[begun]]
 

@@ -21,8 +21,10 @@ from snugfit.planning.joint import ANY, BLOCKS, NONE, Choice, JointSearch
 from snugfit.planning.ladder import ACCUMULATION, CHECKPOINTING, CHOSEN, FULL_BATCH, MIXED_PRECISION
 from snugfit.planning.learning import Learnt, family_of, kind_of
 from snugfit.planning.plan_report import PlanReport
-from snugfit.planning.traced_plans import TracedPlan, traced_plan
-from snugfit.plans import Plan, Segment
+from snugfit.planning.smallest_plans import trace_smallest
+from snugfit.planning.traced_plans import TracedPlan
+from snugfit.planning.traces import Traces
+from snugfit.plans import Plan
 from snugfit.training import checkpointing, fingerprint
 
 
@@ -51,7 +53,7 @@ class Search:
         self.first = replace(first, fingerprint=first.fingerprint or fingerprint.of(self.model))
         self.precisions = options.precisions(self.device, self.fixed)
         self.joint = JointSearch(job, self.device, self.first, self.fixed, self.model, self.budget_bytes)
-        self.traced: dict[Plan, TracedPlan] = {}
+        self.traced = Traces(job, self.device, self.budget_bytes, progress)
         self.asides = Asides(self.joint, self.traced)
 
     def run(self) -> PlanReport:
@@ -64,18 +66,19 @@ class Search:
     def _run(self) -> PlanReport:
         plain = replace(self.first, precision=self.precisions[0].value)
         mixed = replace(self.first, precision=self.precisions[-1].value)
-        other = self.asides.begin(lambda: self._exact(plain)) if mixed != plain else None
-        whole = self._exact(mixed)
+        other = self.asides.begin(lambda: self.traced.of(plain)) if mixed != plain else None
+        whole = self.traced.of(mixed)
         if not whole.fits and whole.memory.static_bytes <= self.joint.allowed_bytes:
             self.joint.prepare(mixed, whole.memory.peak_reserved_bytes)
         first = whole if other is None else self.asides.join(other)
         rungs = {f"{FULL_BATCH}, {options.short(plain.precision)}": first}
         if mixed != plain:
             rungs[MIXED_PRECISION] = whole
-        if all(traced.memory.static_bytes > self.joint.allowed_bytes for traced in rungs.values()):
-            raise self._hopeless(mixed)
-        middle = {} if whole.fits else self._middle_rungs(mixed)
         families = [mixed, plain] if mixed != plain else [mixed]
+        if all(traced.memory.static_bytes > self.joint.allowed_bytes for traced in rungs.values()):
+            trace_smallest(self.joint, self.asides, families)
+            raise self._without_plan()
+        middle = {} if whole.fits else self._middle_rungs(mixed)
         chosen, choice = self._choose(families, list(rungs.values()), list(middle.values()))
         rungs |= {name: self._settled(rung) for name, rung in middle.items()}
         fitting = [traced for traced in rungs.values() if traced.fits and traced.step_time_s < chosen.step_time_s]
@@ -98,7 +101,6 @@ class Search:
     def _settled(self, begun: Aside) -> TracedPlan:
         """A rung: what was begun for it, or a faster one found elsewhere that differs in its micro-batches only."""
         rung = self.asides.join(begun)
-        self._forget_traces()
         size = rung.plan.micro_batch_size
         alike = [one for one in self.traced.values() if replace(one.plan, micro_batch_size=size) == rung.plan]
         return min((one for one in alike if one.fits), key=lambda one: one.step_time_s, default=rung)
@@ -211,14 +213,30 @@ class Search:
         best = best or self._without_units(families[0]) or self._least(families)
         if best is None:
             raise self._without_plan()
-        return best, chosen
+        return self._in_faster_precision(best, families), chosen
+
+    def _in_faster_precision(self, best: TracedPlan, families: Sequence[Plan]) -> TracedPlan:
+        """The same plan in another precision in which the whole batch is faster, if it fits and is faster as well.
+
+        The chains of a job that is mostly launches say little of that.
+        """
+        own = self.traced.get(replace(self.first, precision=best.plan.precision))
+        for family in families:
+            whole = self.traced.get(family)
+            if own is None or whole is None or whole.step_time_s >= _FASTER * own.step_time_s:
+                continue
+            with suppress(SnugfitError):
+                other = self.traced.of(replace(best.plan, precision=family.precision))
+                if other.fits and other.step_time_s < best.step_time_s:
+                    return other
+        return best
 
     def _with_faster_update(self, whole: TracedPlan) -> TracedPlan:
         """The whole batch with the optimizer's fused form, if it has one that is faster and fits."""
         if "optimizer_impl" in self.fixed:
             return whole
         try:
-            fused = self._exact(replace(whole.plan, optimizer_impl="fused"))
+            fused = self.traced.of(replace(whole.plan, optimizer_impl="fused"))
         except (PlanError, UnsupportedError):
             return whole
         return fused if fused.fits and fused.step_time_s < whole.step_time_s else whole
@@ -234,7 +252,7 @@ class Search:
         found: TracedPlan | None = None
         for size in sorted(self.joint.sizes(family_of(like)))[::_STRIDE]:
             try:
-                traced = self._exact(replace(like, micro_batch_size=size, recompute=blocks))
+                traced = self.traced.of(replace(like, micro_batch_size=size, recompute=blocks))
             except (PlanError, UnsupportedError, BatchError):
                 continue
             if not traced.fits:
@@ -275,7 +293,7 @@ class Search:
         Its micro-batches are too small for BatchNorm, or units that are recomputed as one are no chain.
         """
         try:
-            return self._exact(choice.plan)
+            return self.traced.of(choice.plan)
         except BatchError:
             if choice.plan.micro_batch_size in self.joint.too_small:
                 raise
@@ -306,43 +324,9 @@ class Search:
         unused = self.budget_bytes - traced.memory.needed_bytes
         return unused > _MUCH * self.joint.allowed_bytes
 
-    def _exact(self, plan: Plan) -> TracedPlan:
-        """A plan traced as it is."""
-        if plan not in self.traced:
-            self.progress(f"trace: {options.short(plan.precision)}, micro-batch {plan.micro_batch_size}")
-            self.traced[plan] = self._trace(plan)
-        self._forget_traces()
-        return self.traced[plan]
-
-    def _forget_traces(self) -> None:
-        """Traces are large: those of the fastest plans that fit are kept, one of which is chosen."""
-        fitting = sorted((one for one in self.traced.values() if one.fits), key=lambda one: one.step_time_s)
-        for known, one in self.traced.items():
-            if one.trace is not None and all(one is not kept for kept in fitting[:_TRACES_KEPT]):
-                self.traced[known] = replace(one, trace=None)
-
     def memory_of(self, plan: Plan) -> MemoryReport:
         """What a plan needs by its own trace."""
-        return self._exact(plan).memory
-
-    def _trace(self, plan: Plan) -> TracedPlan:
-        return traced_plan(self.job, plan, self.device, self.budget_bytes)
-
-    def _hopeless(self, like: Plan) -> SnugfitError:
-        """Weights, gradients and state of the optimizer alone are too large, at any micro-batch size."""
-        blocks = tuple(Segment((name,)) for name in self.joint.names)
-        size = self.joint.sizes(family_of(like))[-1]
-        candidates = [replace(like, micro_batch_size=size, recompute=blocks or like.recompute)]
-        if self._exact(like).memory.peak_at.phase == "optimizer":  # which samples are no part of
-            candidates.append(like)
-        updates = (like.optimizer_impl,) if "optimizer_impl" in self.fixed else ("fused", "for-loop")
-        for candidate in candidates:
-            for update in updates:
-                # Its optimizer has no such form, its micro-batches are too small, or its blocks cannot be recomputed.
-                with suppress(SnugfitError):
-                    self._exact(replace(candidate, optimizer_impl=update))
-                    break
-        return self._without_plan()
+        return self.traced.of(plan).memory
 
     def _least(self, families: Sequence[Plan]) -> TracedPlan | None:
         """The fastest of the plans that are predicted to need least, if one of them fits after all."""
@@ -376,7 +360,5 @@ _FASTER, _AS_FAST, _MUCH_FASTER, _FASTER_RUNG = 0.995, 1.01, 0.9, 0.97
 "Ratio of step times below which another trace is worth making; a rung is to show what a technique costs."
 _STRIDE = 3
 "Of the sizes that are traced by themselves."
-_TRACES_KEPT = 3
-"Of the fastest plans that fit, one of which is chosen."
 _MUCH = 0.04
 "Share of the room for tensors that is worth another trace."

@@ -262,8 +262,8 @@ class JointSearch:
 
     def _spans(self, plan: Plan, chain: Chain, recompute: str) -> tuple[tuple[Span, ...], int] | None:
         """The fastest way to run a chain that is predicted to fit, and its extra time."""
-        room = self._room(plan, plan.recompute)
-        if recompute != BLOCKS and chain.needed_bytes(chain.all_by(NOTHING)) <= room:
+        plainly = chain.needed_bytes(chain.all_by(NOTHING))
+        if recompute != BLOCKS and plainly <= self._room(plan, plan.recompute):
             return chain.all_by(NOTHING), 0
         if recompute == NONE:
             return None
@@ -271,6 +271,7 @@ class JointSearch:
         if recompute == BLOCKS:
             spans = chain.all_by(units.FULL)
             return (spans, chain.extra_ns(spans)) if chain.needed_bytes(spans) <= room else None
+        room = min(room, plainly - 1)  # what recomputes nothing does not fit, even where there is more room for others
         moved = chain
         for _ in range(_HELD_ROUNDS):
             solution = self._solution(moved, room)
