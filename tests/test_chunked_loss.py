@@ -87,6 +87,30 @@ def test_fp32_gradients_are_those_of_float64_to_1e_7_which_those_of_the_plain_lo
     assert farthest(found, right) <= 1e-7 < farthest(usual, right)
 
 
+@pytest.mark.parametrize("chunks", [1, 7, 24, 64])
+@pytest.mark.parametrize(("smoothing", "weighted"), [(0.0, False), (0.1, False), (0.0, True), (0.1, True)])
+def test_fp32_gradients_are_those_of_float64_to_1e_7_with_all_options_and_closer_than_plain(
+    smoothing, weighted, chunks
+):
+    torch.manual_seed(chunks)
+    given = {"hidden": torch.randn(64, 16), "weight": torch.randn(1000, 16) / 4, "bias": torch.randn(1000) / 3}
+    labels, weights = torch.randint(1000, (64,)), torch.rand(1000) if weighted else None
+    labels[torch.rand(64) < 0.2] = -100
+
+    def of(loss, dtype):
+        own = {name: value.to(dtype).requires_grad_() for name, value in given.items()}
+        factors = None if weights is None else weights.to(dtype)
+        return torch.autograd.grad(loss(own, factors), list(own.values()))
+
+    usually = lambda own, factors: plain(own, labels, factors, label_smoothing=smoothing)  # noqa: E731
+    right, usual = of(usually, torch.float64), of(usually, torch.float32)
+    options = {"labels": labels, "chunks": chunks, "label_smoothing": smoothing}
+    found = of(lambda own, factors: chunked_cross_entropy(**own, class_weight=factors, **options), torch.float32)
+    for ours, theirs, one in zip(found, usual, right, strict=True):
+        assert farthest([ours], [one]) <= 1e-7
+        assert farthest([ours], [one]) < farthest([theirs], [one])
+
+
 def test_beside_large_logits_the_error_of_the_gradients_is_that_of_the_fp32_logits():
     hidden, weight, labels = head_of(0.5)
     right = gradients(lambda h, w: F.cross_entropy(h @ w.t(), labels), hidden.double(), weight.double())
@@ -147,6 +171,18 @@ def test_ignored_rows_have_no_loss_and_no_gradient_and_all_ignored_is_nan_as_in_
     nothing = torch.full_like(labels, -100)
     assert chunked_cross_entropy(**given, labels=nothing, chunks=4).isnan()
     assert chunked_cross_entropy(**given, labels=nothing, chunks=4, reduction="sum") == 0
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_rows_whose_classes_all_weigh_nothing_have_no_mean_as_in_torch(smoothing):
+    torch.manual_seed(0)
+    given = {"hidden": torch.randn(4, 3).requires_grad_(), "weight": torch.randn(5, 3).requires_grad_()}
+    labels, weights = torch.tensor([0, 1, -100, 1]), torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0])
+    expected = results(plain(given, labels, weights, label_smoothing=smoothing), given)
+    loss = chunked_cross_entropy(**given, labels=labels, class_weight=weights, chunks=2, label_smoothing=smoothing)
+    for found, right in zip(results(loss, given), expected, strict=True):
+        assert found.isnan().equal(right.isnan())
+    assert loss.isnan()
 
 
 def test_an_ignore_index_of_one_s_own():
@@ -231,14 +267,21 @@ def peak_above_inputs(loss, rows, classes, features):
     return report.peak_allocated_bytes - fixed
 
 
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"label_smoothing": 0.1, "class_weight": True}])
 @pytest.mark.parametrize("chunks", [2, 4, 8, 16])
-def test_the_peak_is_that_of_one_chunk(chunks):
+def test_the_peak_is_that_of_one_chunk(chunks, options):
     rows, classes, features = 512, 4096, 16
     logits = 4 * rows * classes
     whole = peak_above_inputs(lambda h, w, y: F.cross_entropy(F.linear(h, w), y), rows, classes, features)
     assert whole >= 2 * logits
-    part = peak_above_inputs(lambda h, w, y: chunked_cross_entropy(h, w, y, chunks=chunks), rows, classes, features)
+
+    def loss(hidden, weight, labels):
+        given = {**options, "class_weight": torch.ones(classes)} if "class_weight" in options else options
+        return chunked_cross_entropy(hidden, weight, labels, chunks=chunks, **given)
+
+    part = peak_above_inputs(loss, rows, classes, features)
     assert part <= whole / chunks + logits / chunks
+    assert part <= 1.2 * logits / chunks  # in place: rows and classes are few beside their product
 
 
 class Head(nn.Module):
@@ -317,6 +360,20 @@ def test_a_window_in_chunks_trains_as_one_without():
         {"logit_scale": nn.Parameter(torch.ones(()))},
         {"weight": nn.Linear(FEATURES, CLASSES)},
         {"weight": torch.zeros(CLASSES, FEATURES, dtype=torch.complex64)},
+        {"weight": torch.zeros(0, FEATURES)},
+        {"weight": torch.zeros(CLASSES, FEATURES).to_sparse()},
+        {"hidden": torch.zeros(*ROWS, FEATURES).to_sparse()},
+        {"labels": torch.zeros(*ROWS, dtype=torch.long, device="meta")},
+        {"bias": torch.zeros(CLASSES, dtype=torch.complex64)},
+        {"bias": torch.zeros(CLASSES, dtype=torch.long)},
+        {"class_weight": torch.zeros(CLASSES, dtype=torch.complex64)},
+        {"class_weight": torch.ones(CLASSES, dtype=torch.long)},
+        {"logit_scale": math.nan},
+        {"logit_scale": math.inf},
+        {"logit_scale": True},
+        {"label_smoothing": math.nan},
+        {"label_smoothing": True},
+        {"ignore_index": 1.5},
     ],
 )
 def test_bad_input_is_refused_by_name(wrong):

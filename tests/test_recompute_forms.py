@@ -863,12 +863,12 @@ def test_a_result_that_is_only_kept_once_is_refused_instead_of_handed_to_another
     class Cached(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner, self.table = nn.Linear(4, 4, bias=False), None
+            self.inner, self.tables = nn.Linear(4, 4, bias=False), []
 
         def forward(self, x):
-            if self.table is None:
-                self.table = torch.eye(7) @ torch.ones(7, 4)
-            return x + self.inner(x).sin() * self.table[0]
+            if not self.tables:
+                self.tables.append(torch.eye(7) @ torch.ones(7, 4))
+            return x + self.inner(x).sin() * self.tables[0][0]
 
     model = nn.Sequential(Cached())
     apply(model, [Segment("0", "keep-matmul")])
@@ -1000,14 +1000,14 @@ def test_a_buffer_that_is_written_into_between_forward_and_backward_is_refused_b
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
-            self.register_buffer("scale", torch.ones(2, dtype=torch.long))
+            self.register_buffer("scale", torch.ones(2**17, dtype=torch.long))
 
         def forward(self, x):
             return (x * self.scale).sin()
 
     model = nn.Sequential(Scaled())
     apply(model, [Segment("0")])
-    y = model(torch.randn(2, requires_grad=True))
+    y = model(torch.randn(2**17, requires_grad=True))
     model[0].scale.mul_(2)
     with pytest.raises(UnsupportedError, match="buffers were changed or exchanged between forward and backward: scale"):
         y.sum().backward()

@@ -306,6 +306,23 @@ def test_a_replaced_buffer_is_put_back():
     assert model.seen == 0
 
 
+def test_buffers_that_were_resized_or_share_memory_are_put_back():
+    model = Weight()
+    table = torch.zeros(2, 3)
+    model.register_buffer("table", table)
+    model.register_buffer("row", table[1])
+    model.register_buffer("seen", torch.empty(0))
+    snapshots = Snapshots(model, torch.device("cpu"))
+    snapshot = snapshots.take()
+    model.row.add_(1)
+    model.seen.resize_(4).fill_(2)
+    snapshots.restore(snapshot)
+    assert not model.table.any()
+    assert model.seen.shape == (0,)
+    model.row.add_(1)
+    assert model.table.tolist() == [[0, 0, 0], [1, 1, 1]]
+
+
 def test_random_states_come_back():
     device = torch.device("cpu")
     states = random_states.take(device)

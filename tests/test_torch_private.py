@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import parametrizations, parametrize
 from torch.optim import optimizer
 
 from snugfit.memory import torch_compiler, torch_private
@@ -285,6 +286,26 @@ def test_a_backward_has_a_number_of_its_own_also_inside_of_another():
     assert training_private.current_backward() is None
 
 
+def test_an_alias_that_is_made_under_a_mode_counts_the_writes_into_either():
+    aliases = []
+
+    class Making(training_private.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            aliases.append(training_private.counted_alias(result))
+            return result
+
+    weight = torch.ones(2, requires_grad=True)
+    with Making():
+        product = weight * 2
+    (alias,) = aliases
+    before = alias._version
+    product.view(-1).mul_(3)
+    assert alias._version == before + 1
+    assert torch.equal(alias, product)
+    assert not alias.requires_grad
+
+
 def test_tensors_of_torch_s_fake_mode_are_told_from_real_ones():
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.ones(2))
@@ -394,3 +415,26 @@ def test_what_is_compiled_is_another_function_inside_of_the_context():
     assert asked == ["inductor", "aot_eager", "aot_eager"]
     assert torch.compile is before
     assert isinstance(earlier(torch.ones(1, 2)), torch.Tensor)
+
+
+def test_what_parametrize_caches_is_that_of_its_modules_and_is_put_back():
+    module, other = (parametrizations.weight_norm(nn.Linear(2, 2)) for _ in range(2))
+    assert training_private.cached_weights([module]) is None
+    with parametrize.cached():
+        assert training_private.cached_weights([module]) == {}
+        weight = module.weight
+        assert other.weight is other.weight
+        (found,) = training_private.cached_weights(list(module.modules())).values()
+        assert found is weight
+        with training_private.weights_cached(None):
+            assert module.weight is not weight
+        assert module.weight is weight
+    with training_private.weights_cached({(id(module), "weight"): weight}):
+        assert module.weight is weight
+    assert module.weight is not weight
+
+
+def test_torch_func_says_so_where_hooks_on_saved_tensors_are_on():
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with hooks, pytest.raises(RuntimeError, match=training_private.REFUSES_HOOKS):
+        torch.func.grad(torch.sin)(torch.ones(()))

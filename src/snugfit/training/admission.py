@@ -3,6 +3,7 @@
 Entry point: ``check``. Nothing is changed here; the ranges of single options are ``jobs``'s.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from snugfit.errors import PlanError, UnsupportedError, warn
+from snugfit.jobs import Job
 from snugfit.plans import Plan
 from snugfit.training import closures, gradients, precision, updates, wide_sums
 
@@ -55,6 +57,50 @@ def check(
             )
 
 
+def check_job(job: object) -> None:
+    """Refuse what is no job, and a job whose module has no weights yet.
+
+    Raises:
+        PlanError: Something else, or parameters on the device ``meta``.
+    """
+    if not isinstance(job, Job):
+        is_function = callable(job) and not isinstance(job, (nn.Module, type))
+        raise PlanError(
+            "this is not a job",
+            got=type(job).__name__,
+            expected="snugfit.Job",
+            hint="call the function, and pass the job that it returns"
+            if is_function
+            else "pass snugfit.Job(model, loss, optimizer, batch)",
+        )
+    if not isinstance(job.model, nn.Module):
+        return
+    empty = [name for name, parameter in job.model.named_parameters() if parameter.is_meta]
+    if empty:
+        raise PlanError(
+            "the model lies on the device meta, where nothing holds data: it cannot be trained",
+            got=f"{len(empty)} parameters on meta, the first is {empty[0]}",
+            expected="weights with values, or a function that makes them",
+            hint="pass a function that builds it: Job(lambda: MyModel(), ...); planning then allocates nothing either",
+        )
+
+
+def check_is_plan(plan: object) -> None:
+    """Refuse what is no plan.
+
+    Raises:
+        PlanError: Something else, with the way from it to a plan.
+    """
+    if isinstance(plan, Plan):
+        return
+    hint = "pass the plan itself: snugfit.plan(...).plan"
+    if isinstance(plan, dict):
+        hint = "read it: snugfit.Plan.from_dict(values)"
+    elif isinstance(plan, (str, os.PathLike)):
+        hint = 'load the file: snugfit.Plan.load("plan.json")'
+    raise PlanError("this is not a plan", got=type(plan).__name__, expected="snugfit.Plan", hint=hint)
+
+
 def check_parameters(model: nn.Module) -> None:
     """Refuse a model in which there is nothing to train.
 
@@ -74,8 +120,15 @@ def check_made_for(model: nn.Module, optimizers: Sequence[Any]) -> None:
     """Refuse an optimizer that a job did not make for the model that it was handed.
 
     Raises:
-        PlanError: It holds none of the model's parameters: an optimizer that was there before.
+        PlanError: None at all, or one that holds none of the model's parameters: an optimizer that was there before.
     """
+    if not optimizers:
+        raise PlanError(
+            "Job.optimizer returned no optimizer: nothing would be trained",
+            got="an empty sequence",
+            expected="a torch.optim.Optimizer, or a sequence of them",
+            hint="write optimizer=lambda model: torch.optim.AdamW(model.parameters())",
+        )
     ours = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         held = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]

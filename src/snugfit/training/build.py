@@ -6,7 +6,7 @@ bf16 weights, device, optimizer, its master weights, scheduler, engine. Wrapping
 
 import copy
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,16 @@ from snugfit import hardware
 from snugfit.errors import DeviceMemoryError, PlanError, SnugfitError, UnsupportedError
 from snugfit.jobs import Job
 from snugfit.plans import Plan
-from snugfit.training import admission, bf16_weights, checkpointing, distributed, fingerprint, recovery, windows
+from snugfit.training import (
+    admission,
+    bf16_weights,
+    checkpointing,
+    distributed,
+    failures,
+    fingerprint,
+    recovery,
+    windows,
+)
 from snugfit.training.engine import Engine
 from snugfit.training.example import example_batch as example_batch
 
@@ -24,6 +33,12 @@ _IMPLEMENTATIONS = {
     "for-loop": {"foreach": False, "fused": False},
     "foreach": {"foreach": True, "fused": False},
     "fused": {"foreach": False, "fused": True},
+}
+
+
+_FORMS = {
+    "optimizer": "(model) -> torch.optim.Optimizer, or a sequence of them, over the model's parameters",
+    "scheduler": "(optimizer) -> scheduler, which gets what Job.optimizer returned",
 }
 
 
@@ -42,6 +57,8 @@ def build(job: Job, plan: Plan, device: str | hardware.Device = "auto") -> Engin
         UnsupportedError: The plan asks for something that is not built yet.
         DeviceMemoryError: The model does not fit.
     """
+    admission.check_job(job)
+    admission.check_is_plan(plan)
     target = present(device)
     if plan.world_size != distributed.world_size():
         raise PlanError(
@@ -86,7 +103,7 @@ def construct(job: Job, plan: Plan, device: torch.device) -> Engine:
     if plan.precision == "bf16-true":
         bf16_weights.convert(model, plan)
     model = _moved(model, device)
-    made = job.optimizer(model)
+    made = _made_by("optimizer", job.optimizer, model)
     optimizers = list(made) if isinstance(made, (list, tuple)) else [made]
     admission.check_made_for(model, optimizers)
     set_implementation(optimizers, plan.optimizer_impl)
@@ -99,13 +116,36 @@ def construct(job: Job, plan: Plan, device: torch.device) -> Engine:
         loss=job.loss,
         count=job.count,
         precision=plan.precision,
-        scheduler=None if job.scheduler is None else job.scheduler(made),
+        scheduler=None if job.scheduler is None else _made_by("scheduler", job.scheduler, made),
         max_grad_norm=job.max_grad_norm,
         loss_scale=job.loss_scale,
         max_skipped_windows=job.max_skipped_windows,
         nonfinite=job.nonfinite,
         split=job.split,
     )
+
+
+def _made_by(name: str, function: Callable[[Any], Any], argument: Any) -> Any:
+    """What a function of the job makes; what torch refuses in it, or no result, is an error by the function's name."""
+    try:
+        made = function(argument)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, SnugfitError) or failures.raised_in(error) not in ("snugfit", "torch"):
+            raise  # the user's own
+        raise PlanError(
+            f"Job.{name} raised {type(error).__name__}",
+            got=str(error).strip().partition("\n")[0] or "no message",
+            expected=_FORMS[name],
+            hint=f"call job.{name} by itself to see where it fails",
+        ) from error
+    if made is None:
+        raise PlanError(
+            f"Job.{name} returned nothing",
+            got="None",
+            expected=_FORMS[name],
+            hint=f"return the {name} from the function",
+        )
+    return made
 
 
 def build_model(job: Job) -> nn.Module:

@@ -1,8 +1,8 @@
 """Caches of keys and values of transformers' models, turned off while their blocks are recomputed.
 
-Entry point: ``without_cache``. A block that runs a second time would append to the cache a second time. Caches that a
-caller hands in himself are left out. Models may share a configuration: it gets its cache back when no one of them is
-recomputed any more, or there.
+Entry point: ``without_cache``. A cache would hold the keys and values of all blocks, which recomputing is to free.
+Caches that a caller hands in himself are left on: see ``containing``. Models may share a configuration: it gets its
+cache back when no one of them is recomputed any more, or there.
 """
 
 from collections.abc import Sequence
@@ -37,13 +37,13 @@ _caches: WeakKeyDictionary[Any, Cache] = WeakKeyDictionary()
 
 
 def without_cache(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Cache]:
-    """Turn off the caches of a model that recomputed blocks would append to a second time, and warn of it once."""
+    """Turn off the caches of a model whose blocks are recomputed, and warn of it once."""
     found, names = turned_off(model, blocks)
     if names:
         warn(
-            f"config.use_cache of {', '.join(names)} is False while blocks are recomputed: one that runs a second time "
-            "would append to the cache again; it is True again after close() or remove(), set it to False yourself to "
-            "have no warning",
+            f"config.use_cache of {', '.join(names)} is False while blocks are recomputed: a cache would hold keys and "
+            "values of all blocks; it is True again after close() or remove(), set it to False yourself to have no "
+            "warning",
         )
     return found
 

@@ -95,8 +95,7 @@ def apply(model: nn.Module, segments: Sequence[Segment]) -> Handle:
     The modules of a segment are repeated together, in the order in which they were called; what one of them was called
     with is kept unless an earlier one returned it. A segment may lie inside of another one, and is then recomputed
     within the recomputation of the outer one. Applying the same segments again changes nothing. Models of transformers
-    get ``config.use_cache = False`` until the handle is removed: a block that runs again would append to the cache
-    again.
+    get ``config.use_cache = False`` until the handle is removed: a cache would hold keys and values of all blocks.
 
     Args:
         model: May be wrapped in DDP, FSDP, peft or torch.compile; names may be those of the plain model.
@@ -108,10 +107,11 @@ def apply(model: nn.Module, segments: Sequence[Segment]) -> Handle:
     Raises:
         PlanError: No segment, a name that matches nothing, a container that is never called, segments that overlap
             without one holding the other, or an own set of operations that torch does not have.
-        UnsupportedError: A module of TorchScript, or one that its own library checkpoints already.
+        UnsupportedError: A module of TorchScript or inside of nn.DataParallel, or one that its own library
+            checkpoints already.
     """
     model = unwrapped(model)
-    segments = tuple(segments)
+    segments = recomputable.listed(segments)
     modules, inner_first = recomputable.modules_of(model, segments)
     installed: list[Forward] = []
     forwards: list[Forward] = []

@@ -10,8 +10,11 @@ NOTE [What does not cancel]
    right, and the label's probability less one, are made of that sum and not of a difference.
 2. The label's gradient is as large as all others together. It is left out of the matrix products, where every small
    summand would be rounded to it, and added afterwards, in an order that does not change from run to run.
+3. What there is one of for each row, and the bias's gradient, is float64: an error there is one of everything that a
+   row gives, and does not average out as that of single logits does.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -22,8 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from snugfit.errors import PlanError, UnsupportedError
+from snugfit.training import loss_arguments
 
-_REDUCTIONS = ("mean", "sum", "none")
+_FEW, _SUMMED = 4, 128
+"Of fewer rows, how many classes are summed in one go."
 _planned: ContextVar["Planned | None"] = ContextVar("snugfit_loss_chunks", default=None)
 
 
@@ -71,8 +76,8 @@ def chunked_cross_entropy(
         >>> round(chunked_cross_entropy(hidden, weight, labels, chunks=3).item(), 4)
         2.3026
     """
-    _check(hidden, weight, labels, bias, class_weight)
-    _check_options(ignore_index, reduction, label_smoothing, logit_scale)
+    loss_arguments.check(hidden, weight, labels, bias, class_weight)
+    loss_arguments.check_options(ignore_index, reduction, label_smoothing, logit_scale)
     number = _number_of_chunks(chunks)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
@@ -86,14 +91,13 @@ def chunked_cross_entropy(
         rows, weight, bias, targets, weights, number, ignore_index, label_smoothing, logit_scale
     )
     if reduction == "none":
-        return losses.reshape(labels.shape)
-    total = losses.sum()
+        return losses.reshape(labels.shape).to(wide)
     if reduction == "sum":
-        return total
+        return losses.sum().to(wide)
     counted = targets != ignore_index
-    if weights is None:
-        return total / counted.sum()
-    return total / (weights[torch.where(counted, targets, 0)] * counted).sum()
+    mass = counted if weights is None else weights[torch.where(counted, targets, 0)] * counted
+    mass = mass.sum(dtype=losses.dtype)
+    return (losses.sum() / mass).where(mass != 0, math.nan).to(wide)
 
 
 class Planned:
@@ -152,8 +156,8 @@ class _Rows(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        losses = torch.empty(hidden.shape[:1], dtype=wide, device=hidden.device)
-        highest, others = torch.empty_like(losses), torch.empty_like(losses)
+        highest = torch.empty(hidden.shape[:1], dtype=wide, device=hidden.device)
+        losses, others = (torch.empty_like(highest, dtype=_precise(highest)) for _ in range(2))
         narrow, narrow_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         with _plain(hidden.device.type):
             for part in _parts(hidden.shape[0], number):
@@ -161,7 +165,7 @@ class _Rows(torch.autograd.Function):
                 counted, labels = _labels(targets[part], ignore_index)
                 highest[part] = logits.amax(1)
                 logits.sub_(highest[part].unsqueeze(1))
-                picked = _picked(logits, labels)
+                picked = _picked(logits, labels).to(losses.dtype)
                 smooth = _smoothed(logits, class_weight) if smoothing else None
                 others[part] = logits.exp_().scatter_(1, labels, 0).sum(1)
                 normaliser = torch.log1p(others[part] + torch.expm1(picked))
@@ -169,7 +173,7 @@ class _Rows(torch.autograd.Function):
                 if class_weight is not None:
                     loss = loss * class_weight[labels.squeeze(1)]
                 if smooth is not None:
-                    mass = logits.shape[1] if class_weight is None else class_weight.sum()
+                    mass = logits.shape[1] if class_weight is None else class_weight.sum(dtype=losses.dtype)
                     loss = loss * (1 - smoothing) + (normaliser * mass - smooth) * (smoothing / logits.shape[1])
                 losses[part] = torch.where(counted, loss, 0)
                 del logits
@@ -192,8 +196,8 @@ class _Rows(torch.autograd.Function):
         narrow, narrow_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
-        of_label = torch.empty_like(highest).unsqueeze(1)
+        of_bias = torch.zeros_like(bias, dtype=others.dtype) if bias is not None and ctx.needs_input_grad[2] else None
+        of_label = torch.empty_like(others).unsqueeze(1)
         with _plain(hidden.device.type):
             for part in _parts(hidden.shape[0], number):
                 rows = hidden[part]
@@ -209,7 +213,7 @@ class _Rows(torch.autograd.Function):
                     of_bias += slope.sum(0)
                 slope = slope.to(hidden.dtype)
                 if of_hidden is not None:
-                    of_hidden[part] = slope @ narrow
+                    of_hidden[part] = _product(slope, narrow)
                 if of_weight is not None:
                     if hidden.dtype == wide:
                         of_weight.addmm_(slope.t(), rows)
@@ -218,10 +222,11 @@ class _Rows(torch.autograd.Function):
                 del slope
             for part in _parts(hidden.shape[0], number):
                 own = _labels(targets[part], ignore_index)[1].squeeze(1)
+                slope = of_label[part].to(wide)
                 if of_hidden is not None:
-                    of_hidden[part] += of_label[part] * narrow[own]
+                    of_hidden[part] += slope * narrow[own]
                 if of_weight is not None:
-                    of_weight.index_put_((own,), of_label[part] * hidden[part], accumulate=True)
+                    of_weight.index_put_((own,), slope * hidden[part], accumulate=True)
                 if of_bias is not None:
                     of_bias.index_put_((own,), of_label[part].squeeze(1), accumulate=True)
         return (
@@ -241,18 +246,35 @@ def _slopes(
     smoothing: float,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of some rows' logits: of all classes but the label's, over the exponentials, and of the label's."""
-    exponential = exponentials.gather(1, labels)
+    exponential = exponentials.gather(1, labels).to(others.dtype)
     total = others + exponential
     hard = upstream if class_weight is None else upstream * class_weight[labels]
+    dtype = exponentials.dtype
     if not smoothing:
-        return exponentials.mul_(hard / total).scatter_(1, labels, 0), -hard * (others / total)
+        return exponentials.mul_((hard / total).to(dtype)).scatter_(1, labels, 0), -hard * (others / total)
     share = upstream * (smoothing / exponentials.shape[1])
     hard = hard * (1 - smoothing)
-    soft = share * (exponentials.shape[1] if class_weight is None else class_weight.sum())
-    flat = share if class_weight is None else share * class_weight
+    soft = share * (exponentials.shape[1] if class_weight is None else class_weight.sum(dtype=others.dtype))
     own = share if class_weight is None else share * class_weight[labels]
     of_label = soft * (exponential / total) - own - hard * (others / total)
-    return exponentials.mul_((hard + soft) / total).sub_(flat).scatter_(1, labels, 0), of_label
+    exponentials.mul_(((hard + soft) / total).to(dtype))
+    share = share.to(dtype)
+    if class_weight is None:
+        exponentials.sub_(share)
+    else:
+        exponentials.addr_(share.squeeze(1), class_weight, alpha=-1)
+    return exponentials.scatter_(1, labels, 0), of_label
+
+
+def _product(slope: Tensor, weight: Tensor) -> Tensor:
+    """What goes back from the logits of some rows."""
+    if len(slope) >= _FEW:
+        return slope @ weight
+    # of a few rows a kernel adds up class after class, and rounds the sum each time
+    total = torch.zeros(len(slope), weight.shape[1], dtype=_precise(weight), device=weight.device)
+    for some, part in zip(torch.split(slope, _SUMMED, 1), torch.split(weight, _SUMMED), strict=True):
+        total += some @ part
+    return total
 
 
 def _labels(targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -290,6 +312,11 @@ def _smoothed(logits: Tensor, class_weight: Tensor | None) -> Tensor:
     return logits.sum(1) if class_weight is None else logits @ class_weight
 
 
+def _precise(numbers: Tensor) -> torch.dtype:
+    """The type of what there is one of for each row or class."""
+    return numbers.dtype if numbers.device.type == "mps" else torch.float64
+
+
 def _parts(rows: int, number: int) -> Iterator[slice]:
     for i in range(number):
         yield slice(rows * i // number, rows * (i + 1) // number)
@@ -313,58 +340,3 @@ def _number_of_chunks(given: int | None) -> int:
         if planned.chunks > 1:
             return planned.chunks
     return given or 1
-
-
-def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    class_weight: Tensor | None,
-) -> None:
-    given = {"hidden": hidden, "weight": weight, "labels": labels, "bias": bias, "class_weight": class_weight}
-    for name, value in given.items():
-        if not isinstance(value, Tensor) and not (value is None and name in ("bias", "class_weight")):
-            raise PlanError(
-                f"chunked_cross_entropy: {name} is not a tensor",
-                got=f"{name} is a {type(value).__name__}",
-                expected="tensors: what goes into the last layer, that layer's weight, the labels",
-                hint="pass head.weight (and bias=head.bias) instead of the layer",
-            )
-    features, classes = hidden.shape[-1:], weight.shape[:1]
-    problems = {
-        "weight": weight.dim() != 2 or weight.shape[1:] != features or not weight.is_floating_point(),
-        "labels": labels.shape != hidden.shape[:-1] or labels.dtype != torch.int64,
-        "bias": bias is not None and bias.shape != classes,
-        "class_weight": class_weight is not None and class_weight.shape != classes,
-    }
-    wrong = [name for name, is_wrong in problems.items() if is_wrong]
-    if wrong or not hidden.is_floating_point() or features[0] == 0:
-        raise PlanError(
-            f"chunked_cross_entropy: {wrong[0] if wrong else 'hidden'} does not fit the others",
-            got=", ".join(f"{n} {tuple(t.shape)} {str(t.dtype)[6:]}" for n, t in given.items() if t is not None),
-            expected="hidden (..., features), weight (classes, features), labels (...) of int64, bias and "
-            "class_weight (classes,)",
-            hint="pass what goes into the last layer as hidden and its weight, not the logits; labels are classes, "
-            "shifted by yourself",
-        )
-
-
-def _check_options(ignore_index: Any, reduction: Any, label_smoothing: Any, logit_scale: Any) -> None:
-    if isinstance(logit_scale, Tensor):
-        raise PlanError(
-            "chunked_cross_entropy: logit_scale is a tensor, which would get no gradient",
-            got=f"logit_scale of shape {tuple(logit_scale.shape)}",
-            expected="a number",
-            hint="multiply the hidden states by a learnable scale: chunked_cross_entropy(hidden * scale, ...)",
-        )
-    numbers = (ignore_index, label_smoothing, logit_scale)
-    is_right = all(isinstance(value, (int, float)) for value in numbers) and reduction in _REDUCTIONS
-    if not is_right or not 0 <= label_smoothing <= 1:
-        raise PlanError(
-            "chunked_cross_entropy: an option is outside of its range",
-            got=f"reduction={reduction!r}, label_smoothing={label_smoothing!r}, ignore_index={ignore_index!r}, "
-            f"logit_scale={logit_scale!r}",
-            expected=f"reduction one of {_REDUCTIONS}, label_smoothing between 0 and 1, numbers",
-            hint='use reduction="mean"',
-        )

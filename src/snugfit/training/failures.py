@@ -4,6 +4,8 @@ Entry points: ``explained``, ``of_backward``, and ``note`` for errors that keep 
 ``recovery``'s.
 """
 
+import re
+import traceback
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -15,6 +17,8 @@ from snugfit.errors import BatchError, PlanError, SnugfitError, UnsupportedError
 from snugfit.training import recomputation, splitting
 
 _SECOND_BACKWARD = "backward through the graph a second time"
+_CALL = re.compile(r"\(\) (takes|missing|got) |positional argument|not callable")
+"What Python says of a call that does not fit the function."
 _TOO_FEW_VALUES = "Expected more than 1"
 "Beginning of what torch's normalisations say of a channel with one value."
 
@@ -28,6 +32,15 @@ def note(error: BaseException, text: str) -> None:
         add(text)
 
 
+def raised_in(error: BaseException) -> str:
+    """The package whose code raised an error; that of the call for one that a call itself raises."""
+    innermost = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        innermost = frame
+    name = "" if innermost is None else innermost.f_globals.get("__name__", "")
+    return str(name).partition(".")[0]
+
+
 def explained(error: Exception, micro_batch: Any, i: int, number: int, model: nn.Module) -> SnugfitError | None:
     """A better error for one that came out of a micro-step, or None if there is nothing to add.
 
@@ -38,11 +51,25 @@ def explained(error: Exception, micro_batch: Any, i: int, number: int, model: nn
         number: Micro-batches of the window.
         model: What is trained.
     """
+    if isinstance(error, TypeError):
+        return _loss_not_called(error)
     if isinstance(error, PlanError) and _SECOND_BACKWARD in str(error.__cause__):
         return _graph_of_the_batch(micro_batch, i)
     if isinstance(error, ValueError) and str(error).startswith(_TOO_FEW_VALUES):
         return _too_few_values(error, i, number, model)
     return None
+
+
+def _loss_not_called(error: TypeError) -> PlanError | None:
+    """The error for a loss function that takes other arguments than it gets; one that it raises inside is its own."""
+    if raised_in(error) != "snugfit" or not _CALL.search(str(error)):
+        return None
+    return PlanError(
+        "Job.loss cannot be called with a model and a micro-batch",
+        got=f"TypeError: {error}",
+        expected="(model, micro_batch) -> scalar",
+        hint="write loss=lambda model, batch: ...",
+    )
 
 
 def of_backward(error: RuntimeError, i: int) -> SnugfitError | None:

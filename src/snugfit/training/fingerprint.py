@@ -5,8 +5,10 @@ optimizer, the data and what is recomputed are left out.
 """
 
 import hashlib
+from collections.abc import Mapping
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from snugfit.errors import PlanError
 from snugfit.plans import Plan
@@ -26,6 +28,7 @@ def of(model: nn.Module) -> str:
     while isinstance(inner := getattr(plain, "_orig_mod", None), nn.Module):  # torch.compile's
         plain = checkpointing.unwrapped(inner)
     named = {name.replace("_orig_mod.", ""): parameter for name, parameter in plain.named_parameters()}
+    _refuse_shapeless(named)
     shapes = "\n".join(f"{name} {tuple(parameter.shape)}" for name, parameter in sorted(named.items()))
     values = (
         type(plain).__name__,
@@ -35,6 +38,22 @@ def of(model: nn.Module) -> str:
         hashlib.sha256(shapes.encode()).hexdigest()[:16],
     )
     return " ".join(f"{name}={value}" for name, value in zip(_PARTS, values, strict=True))
+
+
+def _refuse_shapeless(named: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a lazy module that has not run yet: of its parameters nobody knows the shapes.
+
+    Raises:
+        PlanError: Names the first of them.
+    """
+    unknown = [name for name, parameter in named.items() if is_lazy(parameter)]
+    if unknown:
+        raise PlanError(
+            "the model has lazy parameters, whose shapes are known only when it has run once",
+            got=f"{len(unknown)} uninitialized parameters, the first is {unknown[0]}",
+            expected="parameters with shapes",
+            hint="run the model once on a batch before it is given to the job, or write the sizes out: nn.Linear(8, 3)",
+        )
 
 
 def check(plan: Plan, model: nn.Module) -> None:

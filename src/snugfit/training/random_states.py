@@ -6,7 +6,7 @@ put them back for parts of one.
 
 import ctypes
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -147,19 +147,6 @@ def of_torch_kept(devices: Iterable[torch.device]) -> Iterator[None]:
         yield
     finally:
         set_torch(present)
-
-
-@contextmanager
-def of_generators_again(states: Mapping[torch.Generator, Tensor]) -> Iterator[None]:
-    """Generators of a user's own as they were; afterwards as they are now."""
-    present = {generator: generator.get_state() for generator in states}
-    for generator, state in states.items():
-        generator.set_state(state)
-    try:
-        yield
-    finally:
-        for generator, state in present.items():
-            generator.set_state(state)
 
 
 @contextmanager

@@ -1,9 +1,10 @@
 """Which segments of a model can be recomputed: everything that is wrong with names, overlaps and wrappers.
 
-Entry point: ``modules_of``, called before anything is changed.
+Entry points: ``listed`` and ``modules_of``, called before anything is changed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -57,8 +58,25 @@ def modules_of(model: nn.Module, segments: Sequence[Segment]) -> tuple[dict[str,
     _refuse_containers(modules)
     _refuse_overlaps(segments, modules)
     _refuse_others(model, modules)
+    _refuse_replicas(model, modules)
     sizes = {segment: sum(1 for name in segment.modules for _ in modules[name].modules()) for segment in segments}
     return modules, sorted(segments, key=lambda segment: sizes[segment])
+
+
+def listed(segments: Any) -> tuple[Segment, ...]:
+    """The segments that ``checkpointing.apply`` was given.
+
+    Raises:
+        PlanError: They are not several.
+    """
+    if isinstance(segments, Segment) or not isinstance(segments, Iterable):
+        raise PlanError(
+            "segments are passed as a list, also where there is one",
+            got=repr(segments),
+            expected="a sequence of snugfit.Segment",
+            hint="pass [snugfit.Segment('encoder.layer.0')], or snugfit.checkpointing.blocks(model)",
+        )
+    return tuple(segments)
 
 
 def _refuse_containers(modules: dict[str, nn.Module]) -> None:
@@ -126,6 +144,22 @@ def _refuse_others(model: nn.Module, modules: dict[str, nn.Module]) -> None:
                 if is_on
                 else "do not wrap the blocks, or leave recompute out",
                 names=(found,),
+            )
+
+
+def _refuse_replicas(model: nn.Module, modules: dict[str, nn.Module]) -> None:
+    """Refuse modules that ``nn.DataParallel`` copies: what stands in for a forward is of one module."""
+    wanted = {id(module): name for name, module in modules.items()}
+    for name, module in model.named_modules():
+        found = [wanted[id(inner)] for inner in module.modules() if id(inner) in wanted]
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1 and found:
+            raise UnsupportedError(
+                "modules inside of nn.DataParallel are not recomputed: it runs copies of them",
+                got=f"{name or 'the model itself'}, an nn.DataParallel over {len(module.device_ids)} devices, and a "
+                f"segment of {found[0]}",
+                expected="one model on each device",
+                hint="use torch.nn.parallel.DistributedDataParallel, or leave recompute out",
+                names=tuple(found),
             )
 
 

@@ -1,12 +1,7 @@
-"""What is the same in a recomputation as in the forward it repeats: random and autocast state, buffers, modes, results.
+"""What is the same in a recomputation as in the forward it repeats: random and autocast state, what is held, modes.
 
 Entry points: ``is_recomputing``, and the contexts ``FirstForward`` and ``repetition`` of a module of a segment. What
-its arguments were is ``inputs``'s, what its weights were ``guarding``'s.
-
-NOTE [Buffers of a recomputed segment]
-1. Backward runs the segment's forward again; running statistics and counters in buffers must not move again.
-2. Restoring a buffer in place would raise its version, and backward would refuse it. So the buffer *objects* of the
-   segment are swapped for copies of their values before the first forward, and swapped back afterwards.
+its arguments were is ``inputs``'s, what its weights were ``guarding``'s, what its modules hold ``held_tensors``'s.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from snugfit.training import random_states
-from snugfit.training.buffers import Keeper, Kept
+from snugfit.training import held_tensors, random_sources, random_states, settings
+from snugfit.training.attributes import Attributes
+from snugfit.training.held_tensors import Held, HeldTensors
 from snugfit.training.keeping import HandingOut, Keeping, Results, Seen
 
 _recomputing: ContextVar[bool] = ContextVar("snugfit_recomputing", default=False)
@@ -60,56 +56,67 @@ class FirstForward:
     Args:
         modules: The module of the segment and those inside of it.
         parameters: Of the modules.
-        keeper: Of its buffers, for all its forwards.
+        learner: Of what the modules hold, for all forwards.
         seen: Which operations' results are kept, and what is known of them.
         devices: Where it computes.
+        earlier: Other calls of the same pass.
+        given: To the forward, which may draw from a generator in it.
     """
 
     def __init__(
         self,
         modules: list[nn.Module],
         parameters: Iterable[nn.Parameter],
-        keeper: Keeper,
+        learner: HeldTensors,
         seen: Seen,
         devices: Iterable[torch.device],
+        earlier: Iterable["FirstForward"],
+        given: Any,
     ) -> None:
-        self._keeper, self._seen = keeper, seen
-        self._modules = modules
-        self.kept: list[Kept] = []
-        "Buffers that the forward changed, or that another one may change unseen."
-        self.stayed: list[Kept] = []
-        "The others, of which there is no copy."
-        self.modes = [(module, module.training) for module in self._modules]
+        self._learner, self._seen = learner, seen
+        self._attributes: Attributes | None = learner.looker.look(modules, given)
+        found = self._attributes
+        self.back = learner.take(modules, found.tensors)
+        "Buffers and attributes that are put back."
+        self.stayed: list[Held] = []
+        "Those of which there is no copy."
+        self.sources = random_sources.states_of(found.sources.sources)
+        "Random states of a user's own generators."
+        self.modes = [(module, module.training) for module in modules]
         "Modules of the segment, and whether each was in training mode."
         self.trains = [(parameter, parameter.requires_grad) for parameter in parameters]
         "Parameters, and whether gradients were recorded for each."
         self.autocasts = [_autocast(kind) for kind in {"cpu", *(device.type for device in devices)}]
         self.device = torch.get_default_device()
+        self.settings = settings.present()
         self.drawn: random_states.OfPython | None = None
         "Random states of Python and numpy before a forward that drew from them."
-        self.results: Results | None = None if seen.is_empty else Results(seen)
-        self._mode: Any = None if self.results is None else Keeping(self.results)
+        others = [first.results for first in earlier if first.results is not None and first.results.holds_any]
+        is_watched = bool(others) or tuple(found.situation) not in seen.empty
+        self.results: Results | None = Results(seen, found.sources.sources) if is_watched else None
+        self._mode: Any = None if self.results is None else Keeping(self.results, others)
         self._watching: Token[bool] | None = None
 
     def __enter__(self) -> None:
-        self.kept = self._keeper.take(self._modules, for_repetition=True)
         self.drawn = random_states.of_python()
         if self._mode is not None:
             self._watching = _watched.set(True)
             self._mode.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        attributes, self._attributes = self._attributes, None  # which would hold the graphs of earlier forwards
+        assert attributes is not None
         if self._mode is not None and self.results is not None:
             self._mode.__exit__(kind, error, trace)
             if self._watching is not None:
                 _watched.reset(self._watching)
             if self.results.is_empty and kind is None:
-                self._seen.is_empty, self.results = True, None
+                self._seen.empty.add(tuple(attributes.situation))
+                self.results = None
         self._mode = self._watching = None
         if self.drawn is not None and self.drawn.is_present():
             self.drawn = None  # the forward drew nothing, so neither does its repetition
-        self.stayed = [kept.without_copy() for kept in self.kept if kept.has_stayed and not kept.may_change_unseen]
-        self.kept = [kept for kept in self.kept if not kept.has_stayed or kept.may_change_unseen]
+        self.back, self.stayed = self._learner.settle(self.back, attributes)
 
 
 @contextmanager
@@ -140,11 +147,15 @@ def _contexts(first: FirstForward) -> Iterator[AbstractContextManager[Any]]:
     trains = [(parameter, not was) for parameter, was in first.trains if parameter.requires_grad != was]
     if modes or trains:
         yield _modes(modes, trains)
-    if first.kept:
-        yield _buffers(first.kept)
+    if first.sources:
+        yield random_sources.drawn_again(first.sources)
+    if first.back:
+        yield held_tensors.put_back(first.back)
     for autocast in first.autocasts:
         if autocast != _autocast(autocast["device_type"]):
             yield torch.autocast(**autocast)
+    if first.settings != settings.present():
+        yield settings.as_then(first.settings)
     if first.device != torch.get_default_device():
         yield first.device
     if first.results is not None:
@@ -168,23 +179,10 @@ def _modes(modes: list[tuple[nn.Module, bool]], trains: list[tuple[nn.Parameter,
 
 
 @contextmanager
-def _buffers(of_forward: list[Kept]) -> Iterator[None]:
-    present = [kept.module._buffers[kept.name] for kept in of_forward]
-    try:
-        for kept in of_forward:
-            value = kept.buffer if kept.value is None else kept.value
-            kept.module._buffers[kept.name] = value.detach().clone()
-        yield
-    finally:
-        for kept, buffer in zip(of_forward, present, strict=True):
-            kept.module._buffers[kept.name] = buffer
-
-
-@contextmanager
 def _handed_out(results: Results) -> Iterator[None]:
     results.begin()
     try:
-        with random_states.of_generators_again(results.generators), HandingOut(results):
+        with random_sources.drawn_again(list(results.generators.items())), HandingOut(results):
             yield
     finally:
         results.end()

@@ -79,6 +79,10 @@ class Region:
                 self._repeat()
             except _Enough:
                 return
+            except RuntimeError:
+                if filled.has_ended:  # within TorchScript, which makes its own error of whatever is raised in it
+                    return
+                raise
         if filled.number >= len(self._places):  # a forward has caught what was to end it
             return
         raise self.differs(f"a different number of tensors: {len(self._places)}, and {filled.number} in the repetition")
@@ -105,6 +109,7 @@ class _Filled:
     ) -> None:
         self._region, self._places, self._kinds, self._backward = region, places, kinds, backward
         self.number = 0
+        self.has_ended = False
 
     @torch_private.never_compiled
     def add(self, tensor: Tensor) -> Tensor:
@@ -112,6 +117,7 @@ class _Filled:
         number = self.number
         self.number = number + 1
         if number >= len(self._places):
+            self.has_ended = True
             raise _Enough
         plain = tensor.detach() if tensor.requires_grad else tensor
         place, kind = self._places[number](), self._kinds[number]
@@ -120,6 +126,7 @@ class _Filled:
                 raise self._region.differs(f"tensor {number} was {_named(kind)} and is {_named(_kind(tensor))} now")
             place.tensors[self._backward] = plain
         if self._region.ends_early and number + 1 == len(self._places):
+            self.has_ended = True
             raise _Enough
         return plain
 

@@ -10,7 +10,7 @@ NOTE [A run of several modules]
    So a chain keeps the input of its first module, and code that puts something in between keeps that.
 3. Backward repeats the calls in their order, each from what was kept or made just now, with its own random state.
 4. A pass begins with the first of the modules that is called and ends with the last one. A module that is called again,
-   or before one that has run, begins another pass.
+   or before one that has run, or after a backward has repeated the pass, begins another one.
 
 NOTE [Segments inside of segments]
 A module that begins or belongs to two segments has two forwards, the outer one over the inner one; the outer one's own
@@ -25,12 +25,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from snugfit.errors import UnsupportedError, warn
 from snugfit.plans import Segment
 from snugfit.training import containing, offloading, random_states, recomputation, torch_private
-from snugfit.training.buffers import Keeper
 from snugfit.training.guarding import Guard, modules_of, weights_of
+from snugfit.training.held_tensors import HeldTensors
 from snugfit.training.holders import Holders
 from snugfit.training.inputs import ForwardModeError, Inputs, Made
 from snugfit.training.keeping import Seen, seen_under
@@ -53,7 +54,7 @@ class Run:
         """The pass that a call of a module belongs to."""
         reference = _open.passes.get(self)
         found = None if reference is None else reference()
-        if found is None or position <= found.position:
+        if found is None or found.was_repeated or position <= found.position:
             found = _Pass(self.segment.modules)
             _open.passes[self] = weakref.ref(found)
         found.position = position
@@ -99,6 +100,8 @@ class _Pass:
     def __init__(self, names: tuple[str, ...]) -> None:
         self.position = -1
         "Of the module that ran last."
+        self.was_repeated = False
+        "Whether a backward has come to it: modules that are called alone later are not joined to it."
         self._calls: list[_Call] = []
         self._left: random_states.TorchStates = ()
         "Random states behind the module that ran last."
@@ -118,9 +121,11 @@ class _Pass:
         """Run a module, and keep what its repetition needs."""
         devices = recomputation.devices_of((*containing.tensors((args, kwargs)), *parameters[:1]))
         states = random_states.of_torch(devices)
-        first = FirstForward(modules, parameters, forward.keeper, forward.seen, devices)
+        earlier = [call.first for call in self._calls]
+        first = FirstForward(modules, parameters, forward.held, forward.seen, devices, earlier, (args, kwargs))
         is_same = random_states.are_same(states, self._left)
-        call = _Call(forward, Inputs(args, kwargs, self._made_by), first, parameters, () if is_same else states)
+        inputs = Inputs(args, kwargs, torch_private.cached_weights(modules), self._made_by)
+        call = _Call(forward, inputs, first, parameters, () if is_same else states)
         self._calls.append(call)
         forward.run.longest = max(forward.run.longest, len(self._calls))
         after = torch_private.watched(forward.module, (*args, *kwargs.values()))
@@ -131,11 +136,13 @@ class _Pass:
         with region.forward(), first:
             result = forward.plain(*args, **kwargs)
         after()
+        call.settle(modules)
         if len(forward.run.modules) > 1:
             self._left = random_states.of_torch(devices)
         number = len(self._calls) - 1
         for index, tensor in enumerate(containing.tensors(result)):
-            self._results[id(tensor)] = weakref.ref(tensor), tensor._version, Made(number, index)
+            if not tensor.is_inference():  # such a tensor has no version
+                self._results[id(tensor)] = weakref.ref(tensor), tensor._version, Made(number, index)
         return result
 
     def close(self) -> None:
@@ -145,6 +152,7 @@ class _Pass:
 
     def repeat(self) -> None:
         """Run all calls again; what one makes is held until the last call that takes it has begun."""
+        self.was_repeated = True
         calls = self._calls
         last_use = {made: number for number, call in enumerate(calls) for made in call.inputs.made}
         made: dict[Made, Tensor] = {}
@@ -185,8 +193,12 @@ class _Call:
         states: random_states.TorchStates,
     ) -> None:
         self.inputs, self.states = inputs, states
-        self._forward, self._first = forward, first
+        self._forward, self.first = forward, first
         self._guard = Guard(forward.name, forward.module, parameters)
+
+    def settle(self, modules: list[nn.Module]) -> None:
+        """The module, and those inside of it, have run for the first time."""
+        self._guard.settle(modules)
 
     def again(self, made: Mapping[Made, Tensor]) -> Any:
         """Run the module as it ran, with what earlier calls have made."""
@@ -194,10 +206,14 @@ class _Call:
             unshard: Any = getattr(self._forward.module, "unshard", None)
             if unshard is not None:
                 unshard()  # FSDP2's own hooks have done so for the last module of a run only
-        self._guard.check(self._first.stayed)
-        args, kwargs = self.inputs.again(made, self._forward.name)
+        self._guard.check(self.first.stayed)
+        args, kwargs, cached = self.inputs.again(made, self._forward.name)
         random_states.set_torch(self.states)
-        with recomputation.repetition(self._first, self._forward.segment.modules):
+        with (
+            self._guard.shortened(),
+            torch_private.weights_cached(cached),
+            recomputation.repetition(self.first, self._forward.segment.modules),
+        ):
             return self._forward.plain(*args, **kwargs)
 
 
@@ -208,7 +224,7 @@ class Forward:
         self.run, self.position, self.module = run, position, module
         self.own: Callable[..., Any] | None = module.__dict__.get("forward")
         self.holders = Holders()
-        self.keeper = Keeper()
+        self.held = HeldTensors()
         self.seen = Seen(()) if run.segment.policy == "offload" else seen_under(run.segment.policy)
 
     @property
@@ -224,9 +240,11 @@ class Forward:
     def install(self) -> None:
         """Stand in for the module's forward, over what stands there already."""
         self.module.__dict__["forward"] = self
+        self._hook = self.module.register_forward_pre_hook(self._refuse_copy)
 
     def uninstall(self) -> None:
         """Take this forward off its module, also from under an outer one."""
+        self._hook.remove()
         above = [other for other in present(self.module) if other.own is self]
         if above:
             above[0].own = self.own
@@ -249,34 +267,62 @@ class Forward:
             self.run.end()
             return self.plain(*args, **kwargs)
         modules = modules_of(self.module)
+        if any(isinstance(one, LazyModuleMixin) and one.has_uninitialized_params() for one in modules):
+            self.run.warn_once(
+                "lazy modules make their weights in their first forward, which a repetition would not do again: that "
+                "forward is not recomputed; run one batch under torch.no_grad() before to have all of them recomputed"
+            )
+            return self.plain(*args, **kwargs)
         parameters = weights_of(modules)
         if not any(tensor.requires_grad for tensor in (*parameters, *containing.tensors((args, kwargs)))):
             return self.plain(*args, **kwargs)  # frozen: nothing is saved, so nothing need be repeated
         if torch_private.transforms_are_active():
-            raise self._refused("torch.func: grad, vmap, jvp or another transform of it")
-        if self.segment.policy == "offload":
-            if parameters and offloading.is_on_host(parameters[0]):
-                self.run.warn_once(
-                    "segments are offloaded to the host, where their tensors are already: nothing is moved, and no "
-                    "memory saved; leave them out on the CPU, or recompute them"
-                )
-            with offloading.saved_on_host([self.module]):
-                return self.plain(*args, **kwargs)
+            raise self._refused(f"{self.name} called under torch.func: grad, vmap, jvp or another transform of it")
         try:
-            result = self.run.begin(self.position).run(self, modules, parameters, args, kwargs)
-        except ForwardModeError as error:
+            return self._saving_less(modules, parameters, args, kwargs)
+        except BaseException as error:
             self.run.end()
-            raise self._refused("forward-mode differentiation: torch.autograd.forward_ad") from error
-        except BaseException:
-            self.run.end()
-            raise
-        self.run.end(self.position)
-        return result
+            if isinstance(error, ForwardModeError):
+                got = f"{self.name} called under forward-mode differentiation: torch.autograd.forward_ad"
+            elif isinstance(error, RuntimeError) and torch_private.REFUSES_HOOKS in str(error):
+                got = f"torch.func.grad, vjp, jacrev or hessian called inside of {self.name}"
+            else:
+                raise
+            raise self._refused(got) from error
 
-    def _refused(self, where: str) -> UnsupportedError:
+    def _saving_less(
+        self, modules: list[nn.Module], parameters: list[nn.Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The module's forward, with what it saves dropped, or kept on the host."""
+        if self.segment.policy != "offload":
+            result = self.run.begin(self.position).run(self, modules, parameters, args, kwargs)
+            self.run.end(self.position)
+            return result
+        if parameters and offloading.is_on_host(parameters[0]):
+            self.run.warn_once(
+                "segments are offloaded to the host, where their tensors are already: nothing is moved, and no "
+                "memory saved; leave them out on the CPU, or recompute them"
+            )
+        with offloading.saved_on_host([self.module]):
+            return self.plain(*args, **kwargs)
+
+    def _refuse_copy(self, module: nn.Module, _: tuple[Any, ...]) -> None:
+        """A shallow copy of a module has its attributes, and so this forward: of the original, with its weights."""
+        if module is not self.module:
+            raise UnsupportedError(
+                "a copy of a module of a segment runs, and would compute with the weights of the original",
+                got=f"a {type(module).__name__} with the attributes of {self.name}, as nn.DataParallel and copy.copy "
+                "make them",
+                expected=f"{self.name} itself, or a deep copy of it",
+                hint="use DistributedDataParallel or copy.deepcopy, or call remove() on the handle of "
+                "checkpointing.apply first",
+                names=(self.name,),
+            )
+
+    def _refused(self, got: str) -> UnsupportedError:
         return UnsupportedError(
             "segments are recomputed in an ordinary backward, and this is none",
-            got=f"{self.name} called under {where}",
+            got=got,
             expected="backward() or torch.autograd.grad, where torch has hooks on saved tensors",
             hint="call remove() on the handle of checkpointing.apply, or leave recompute out; where no gradient "
             "is wanted, use torch.no_grad(): segments then do nothing",

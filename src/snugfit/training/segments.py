@@ -6,6 +6,7 @@ changed here; ``checkpointing`` applies them.
 
 import difflib
 import fnmatch
+import inspect
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ def match(
     elif isinstance(what, type):
         kind = what
         wanted = lambda _, module: isinstance(module, kind)  # noqa: E731
-    elif callable(what):
+    elif callable(what) and _takes(what, "", model):
         wanted = what
     else:
         raise PlanError(
@@ -121,6 +122,16 @@ def match(
         )
     chosen = set(found)
     return tuple(Segment((name,), policy) for name in found if not any(outer in chosen for outer in _around(name)))
+
+
+def _takes(function: Callable[..., Any], *args: Any) -> bool:
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError:
+        return False
+    except ValueError:
+        return True  # one of C, which does not say
+    return True
 
 
 def similar(wanted: str, names: Collection[str]) -> tuple[str, ...]:
@@ -149,7 +160,18 @@ def _around(name: str) -> list[str]:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The plain module inside of DDP."""
+    """The plain module inside of DDP.
+
+    Raises:
+        PlanError: The model is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            "there is no model to look through for segments",
+            got=f"a {type(model).__name__}, {str(model)[:40]!r}",
+            expected="a torch.nn.Module",
+            hint="pass the model first: snugfit.checkpointing.apply(model, segments)",
+        )
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
@@ -199,7 +221,7 @@ def _containers(model: nn.Module, at_least: int) -> list[_Container]:
 
 
 def _check_range(name: str, value: int, limit: int) -> None:
-    if not isinstance(value, int) or not 1 <= value <= limit:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
         raise PlanError(
             f"{name} does not fit the number of blocks",
             got=f"{name}={value!r}",

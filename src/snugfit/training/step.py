@@ -187,7 +187,7 @@ class Window:
                 with self._autocast():
                     value = loss(self._model, self._hooks.move(micro_batch))
                 self._backward(value, None, None, complete=True)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             better = self.explained(error, micro_batch)
             if better is None:
                 raise

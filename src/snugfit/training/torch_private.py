@@ -6,16 +6,17 @@ Entry points: ``Steady`` and ``checkpoint_calls``, used by checks only, ``in_bac
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.decorators import skip as _skip
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.utils import parametrize as _parametrize
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -205,6 +206,10 @@ def current_backward() -> int | None:
     return None if number == -1 else number
 
 
+REFUSES_HOOKS = "saved tensor hooks"
+"In what ``torch.func`` says where such hooks are on."
+
+
 def transforms_are_active() -> bool:
     """Whether the calling code runs inside of ``torch.func`` (vmap, grad, jvp and so on)."""
     return bool(torch._C._are_functorch_transforms_active())
@@ -299,6 +304,28 @@ def never_compiled(function: _Function) -> _Function:
     return function
 
 
+# --- weights that torch.nn.utils.parametrize.cached has computed once, for segments ---
+
+
+def cached_weights(modules: Iterable[nn.Module]) -> dict[Any, Tensor] | None:
+    """What ``parametrize.cached`` holds of some modules, by its own keys; None outside of it."""
+    if not _parametrize._cache_enabled:
+        return None
+    own = {id(module) for module in modules}
+    return {key: one for key, one in _parametrize._cache.items() if key[0] in own and one is not None}
+
+
+@contextmanager
+def weights_cached(then: dict[Any, Tensor] | None) -> Iterator[None]:
+    """Context in which ``parametrize.cached`` holds what it held, or is off, whatever it is now."""
+    now = _parametrize._cache_enabled, _parametrize._cache
+    _parametrize._cache_enabled, _parametrize._cache = int(then is not None), dict(then or {})
+    try:
+        yield
+    finally:
+        _parametrize._cache_enabled, _parametrize._cache = now
+
+
 # --- modes under a segment, for keeping.py ---
 
 DispatchMode: Any = TorchDispatchMode
@@ -308,6 +335,12 @@ DispatchMode: Any = TorchDispatchMode
 def retains_graph() -> bool:
     """Whether the backward that is running leaves its graph for another one."""
     return in_backward() and bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def counted_alias(tensor: Tensor) -> Tensor:
+    """What ``detach`` gives, but also under a mode such that writes into either are counted in the version of both."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def operator_names() -> frozenset[str]:

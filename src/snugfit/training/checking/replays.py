@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from snugfit.training import random_states
+from snugfit.training import containing, random_states
 from snugfit.training.checking import reached
 from snugfit.training.checking.hazards import Hazard
 from snugfit.training.checking.observing import ModuleNames
@@ -54,10 +54,11 @@ class Replays:
         tensors = [value for value in leaves(call.arguments) if isinstance(value, Tensor)]
         kept = [tensor.detach().clone() for tensor in tensors]
         drawn, others = self._own_state(), self._others(call)
-        cache = next((value for value in call.arguments if _is_cache(value)), None)
+        given = [value for value in call.arguments if not (call.is_segment and containing.is_copied(value))]
+        cache = next((value for value in given if _is_cache(value)), None)
         if cache is not None:
             self._add_cache(module, type(cache).__name__)
-        containers = [*call.arguments, *(value for _, value in reached.by_function(call.function, depth=0))]
+        containers = [*given, *(value for _, value in reached.by_function(call.function, depth=0))]
         sizes = [_num_tensors(value) for value in containers]
 
         def after() -> None:
