@@ -216,7 +216,7 @@ class _Rows(torch.autograd.Function):
                     of_hidden[part] = _product(slope, narrow)
                 if of_weight is not None:
                     if hidden.dtype == wide:
-                        of_weight.addmm_(slope.t(), rows)
+                        torch.addmm(of_weight, slope.t(), rows, out=of_weight)  # which FLOP counters know
                     else:
                         of_weight += slope.t() @ rows
                 del slope
