@@ -445,8 +445,29 @@ def test_a_path_that_cannot_be_written_is_named(jobs, call, tmp_path):
     (tmp_path / "file").write_text("")
     status, _, err = call("estimate", "jobs.py", "--device", "cpu", "-o", "file/report.json")
     assert status == 2
-    assert "a file or folder cannot be read or written" in err
+    assert "the output cannot be written" in err
     assert_four_parts(err)
+
+
+def test_an_output_that_is_a_folder_is_refused_before_the_search(jobs, call, monkeypatch):
+    monkeypatch.setattr(cli.SearchRequest, "search", lambda *_: pytest.fail("searched in vain"))
+    status, _, err = call("plan", "jobs.py", "--device", "rtx-3060-12gb", "-o", ".")
+    assert status == 2
+    assert "the output is a folder" in err
+    assert_four_parts(err)
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate"])
+def test_an_answer_that_cannot_be_saved_is_printed_all_the_same(command, jobs, call, monkeypatch):
+    def no_room(*_):
+        raise OSError(28, "No space left on device", "plan.json")
+
+    monkeypatch.setattr(cli.Plan, "save", no_room)
+    monkeypatch.setattr(cli, "write_atomically", no_room)
+    status, out, err = call(command, "jobs.py", "--device", "rtx-3060-12gb", "--batch", 4, "--json", "-o", "plan.json")
+    assert status == 2
+    assert json.loads(out)
+    assert "No space left on device" in err
 
 
 def test_check_proves_a_job_and_says_what_it_compared(jobs, call, tmp_path):

@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 from rich.console import Console
 
-from snugfit import __version__, capped, estimates, foreign_errors, hardware, plan_tables, runs, sizes, tables
+from snugfit import __version__, capped, estimates, foreign_errors, hardware, outputs, plan_tables, runs, sizes, tables
 from snugfit.arguments import (
     CalibrateRequest,
     DiagnoseRequest,
@@ -127,13 +127,16 @@ def plan(request: SearchRequest) -> int:
             raise
         for way in found.changes:
             tables.warning(f"the plan is for a job that was changed: {way.change}", set())
+    try:
         if request.output is not None:
             found.plan.save(request.output)
-            details.save(request.shown(job, card, budget_bytes, found), details.beside(request.output))
-    if request.as_json:
-        print(_document(plan_tables.document(found, request.saved_as())))
-    else:
-        plan_tables.show(tables.console(), found, request.saved_as())
+            with prints_on_stderr():
+                details.save(request.shown(job, card, budget_bytes, found), details.beside(request.output))
+    finally:
+        if request.as_json:
+            print(_document(plan_tables.document(found, request.saved_as())))
+        else:
+            plan_tables.show(tables.console(), found, request.saved_as())
     return DONE
 
 
@@ -274,12 +277,14 @@ def _give(
     request: FileRequest | ReplayRequest | CalibrateRequest, document: dict[str, Any], show: Callable[[Console], None]
 ) -> None:
     """Write an answer to the file of ``-o``, and print it as a document or as tables."""
-    if request.output is not None:
-        write_atomically(request.output, _document(document) + "\n")
-    if request.as_json:
-        print(_document(document))
-    else:
-        show(tables.console())
+    try:
+        if request.output is not None:
+            write_atomically(request.output, _document(document) + "\n")
+    finally:
+        if request.as_json:
+            print(_document(document))
+        else:
+            show(tables.console())
 
 
 def _train(request: TrainRequest, job: Job) -> int:
@@ -347,13 +352,15 @@ def _answer(act: Callable[[], int], request: Output) -> int:
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = lambda message, *_, **__: tables.warning(str(message), said)
         try:
-            _check_standard_output()
+            outputs.check_standard_output()
+            if (path := getattr(request, "output", None)) is not None:
+                outputs.check_file(path)
             status = act()
             sys.stdout.flush()  # here, not when the process ends
             return status
         except (Exception, SystemExit) as error:
             if isinstance(error, OSError):
-                _drop_what_cannot_be_written()
+                outputs.drop_what_cannot_be_written()
             if isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError):
                 return NOBODY_READS  # whoever reads has seen enough; rich makes a SystemExit of it
             if request.debug:
@@ -365,23 +372,6 @@ def _answer(act: Callable[[], int], request: Output) -> int:
             if request.as_json:
                 print(_document(tables.error_document(named)))
             return DOES_NOT_FIT
-
-
-def _drop_what_cannot_be_written() -> None:
-    try:
-        sys.stdout.flush()
-    except OSError:
-        sys.stdout = None  # or it is tried again when the process ends
-
-
-def _check_standard_output() -> None:
-    if sys.stdout is None:
-        raise PlanError(
-            "standard output is closed, and the answer goes there",
-            got="no standard output",
-            expected="a terminal, a pipe or a file",
-            hint="leave >&- out, or write > /dev/null",
-        )
 
 
 def _document(values: dict[str, Any]) -> str:

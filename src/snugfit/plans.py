@@ -155,7 +155,8 @@ class Plan:
                 "the ranks do not share the batch evenly",
                 got=f"batch_size={self.batch_size}, world_size={self.world_size}",
                 expected="a batch_size that world_size divides",
-                hint=f"use batch_size={_round_up(self.batch_size, self.world_size)}, or pass uneven=True",
+                hint=f"use batch_size={_round_up(self.batch_size, self.world_size)}; in Python also "
+                'fixed={"uneven": True} of snugfit.plan, or uneven=True of a Plan',
             )
         segments = tuple(self.recompute)
         if not all(isinstance(segment, Segment) for segment in segments):

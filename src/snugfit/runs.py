@@ -24,7 +24,7 @@ from snugfit import hardware, run_progress, sizes
 from snugfit.errors import BatchError, PlanError, UnsupportedError
 from snugfit.jobs import Job
 from snugfit.plans import Plan, write_atomically
-from snugfit.training import build, example, random_states, recovery, splitting
+from snugfit.training import admission, build, example, random_states, recovery, splitting
 from snugfit.training.diagnosing import saved_window
 
 METRICS, REPORT, PLAN = "metrics.jsonl", "report.json", "plan.json"
@@ -99,6 +99,8 @@ def train(
         raise PlanError(
             "steps must be a whole number of at least 1", got=f"steps={steps!r}", expected=">= 1", hint="pass steps=100"
         )
+    admission.check_job(job)
+    admission.check_is_plan(plan)
     target = build.present(device)
     folder = Path(run_dir)
     folder.mkdir(parents=True, exist_ok=True)

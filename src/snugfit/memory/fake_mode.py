@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
+from snugfit.memory.steps import refusals
+
 FAKE_ERRORS: tuple[type[Exception], ...] = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -30,6 +32,10 @@ Fake = FakeTensor
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _KNOWS_VALUES = ("lift_fresh", "lift_fresh_copy", "scalar_tensor", "_local_scalar_dense")
+_PRODUCTS = tuple(
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "convolution")
+)
 _UNMARKED_VIEWS = ("_unsafe_view", "_reshape_alias")
 
 
@@ -69,6 +75,8 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         described.extend(kwargs)
         key = tuple(described)
         if key not in self._known:
+            if op in _PRODUCTS:  # asked once per shapes and types
+                self._refuse_two_types(op, args)
             result = super().__torch_dispatch__(op, types, args, kwargs)
             self._known[key] = _recipe(result, args)
             return result
@@ -83,6 +91,17 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             ]
         fakes = [None if part is None else self._fake(part) for part in made]
         return fakes[0] if container is None else container(fakes)
+
+    @property
+    def module(self) -> str:
+        """The module that runs; empty where nobody follows modules."""
+        return ""
+
+    def _refuse_two_types(self, op: Any, args: Sequence[Any]) -> None:
+        """Refuse a product of two types, which every device refuses and meta kernels let pass."""
+        types = {str(value.dtype): tuple(value.shape) for value in args if isinstance(value, torch.Tensor)}
+        if len(types) > 1:
+            raise refusals.two_types(str(op), self.module, types)
 
     def _fake(self, meta: torch.Tensor) -> FakeTensor:
         """What ``FakeTensor(self, meta, _CPU)`` makes, with the attributes of one that was made in this way."""

@@ -22,7 +22,7 @@ from snugfit.memory.events import Birth, Recording
 from snugfit.memory.reports import MemoryReport, PeakAt
 from snugfit.memory.traces import Trace
 from snugfit.plans import Plan
-from snugfit.training import build, copies, example, random_states, recovery, splitting, updates
+from snugfit.training import admission, build, copies, example, random_states, recovery, splitting, updates
 
 NUM_WINDOWS = 2
 
@@ -59,6 +59,8 @@ def measure(
         UnsupportedError: A device that is not in this machine, or a given module that cannot be copied.
         DeviceMemoryError: The device is too small.
     """
+    admission.check_job(job)
+    admission.check_is_plan(plan)
     target = hardware.resolve(device)
     if target.kind == "cuda" and target.index is None:
         raise UnsupportedError(

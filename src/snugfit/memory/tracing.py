@@ -44,12 +44,14 @@ from snugfit.memory.steps import (
     pretrained_weights,
     refusals,
     surroundings,
+    training_nothing,
     twins,
 )
 from snugfit.memory.steps.placement import Placement
 from snugfit.memory.traces import Trace
 from snugfit.plans import Plan
 from snugfit.training import (
+    admission,
     build,
     checkpointing,
     example,
@@ -147,13 +149,8 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
             ones and the tail: later full ones repeat the second. Where what they leave alive adds up, all of them.
     """
     surroundings.refuse_nested()
-    if not isinstance(plan, Plan):
-        raise PlanError(
-            "this is not a plan",
-            got=type(plan).__name__,
-            expected="snugfit.Plan",
-            hint="pass the plan itself: snugfit.plan(...).plan",
-        )
+    admission.check_job(job)
+    admission.check_is_plan(plan)
     size, share = plan.micro_batch_size, plan.samples_per_rank
     traced_samples = share if share <= 2 * size else _FULL_MICRO_BATCHES * size + share % size
     if device.kind == "cpu" or job.split is not None:  # the whole batch lies in the same memory, or cannot be resized
@@ -195,7 +192,9 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
             shown = next(steps)
             if are_others_like and engine.num_denominators > 1:  # the last one holds less than those before it
                 shown = [*shown[:_FULL_MICRO_BATCHES], 1, *shown[_FULL_MICRO_BATCHES:]]
-            return engine.runner.run([fakes[i] for i in shown], [counts[i] for i in shown])
+            result = engine.runner.run([fakes[i] for i in shown], [counts[i] for i in shown])
+            training_nothing.refuse(result.reason, [counts[i] for i in shown])
+            return result
 
         return step
 

@@ -18,6 +18,7 @@ from snugfit.planning.choosing import Search
 from snugfit.planning.plan_report import PlanReport as PlanReport
 from snugfit.planning.ways_out import WayOut
 from snugfit.plans import Plan, nearest
+from snugfit.training import admission
 
 
 def plan(
@@ -55,8 +56,9 @@ def plan(
             segments do not lower the peak, or a fixed field that an allowed change needs otherwise.
         UnsupportedError: An operation that cannot be traced.
     """
+    admission.check_job(job)
     _check_names(fixed or {}, allow)
-    _check_cards(batch_size, world_size)
+    _check_cards(batch_size, world_size, (fixed or {}).get("shard", "none"))
     say = progress or (lambda _: None)
     search = Search(job, device, batch_size, budget, world_size, fixed or {}, allow, say)
     with tracing.collector_off():
@@ -111,7 +113,14 @@ def _check_agreement(way: WayOut, decided: Mapping[str, Any], fixed: Mapping[str
             )
 
 
-def _check_cards(batch_size: object, world_size: object) -> None:
+def _check_cards(batch_size: object, world_size: object, shard: object) -> None:
+    if world_size == 1 and shard in ("ddp", "fsdp"):
+        raise PlanError(
+            "one card has nobody to share a model with",
+            got=f"shard={shard!r}, world_size=1",
+            expected='shard="none" for one card',
+            hint="leave shard out, or pass world_size=2 or more",
+        )
     if isinstance(batch_size, int) and isinstance(world_size, int) and 0 < batch_size < world_size:
         raise PlanError(
             "there are more cards than samples: some would have nothing to train on",

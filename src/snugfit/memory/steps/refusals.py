@@ -7,7 +7,7 @@ import dis
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
 
 from torch import nn
@@ -18,6 +18,10 @@ _OURS = ("snugfit", "torch", "contextlib", "functools", "unittest")
 "Packages whose frames lie between the user's line and an operation."
 _COMPILED = ("triton", "bitsandbytes", "flash_attn", "xformers", "apex", "transformer_engine", "liger_kernel")
 "Packages whose kernels take real memory of a card; what they raise is about fake tensors, not about the step."
+
+_MADE_BY = ("snugfit.training.build", "_made_by")
+"The function that calls those of a job that make something; its ``name`` says which."
+_CALLS_LOSS, _BACKWARD = ("snugfit.training.step", "micro_step"), ("snugfit.training.step", "_backward")
 
 
 def operation(op: str, module: str, phase: str) -> UnsupportedError:
@@ -50,6 +54,23 @@ def two_places(op: str, module: str, size: tuple[int, ...]) -> UnsupportedError:
         got=f"{op} in {module or 'the step itself'} with a host tensor of shape {list(size)}, at {line}",
         expected="all tensors of an operation on the device that the step names",
         hint='move it first: tensor.to("cuda"), or make it there: torch.zeros(..., device="cuda")',
+        op=op,
+        module=module,
+        line=line,
+    )
+
+
+def two_types(op: str, module: str, types: Mapping[str, tuple[int, ...]]) -> UnsupportedError:
+    """The refusal of a matrix product or a convolution of two types, which every device refuses as well."""
+    line = users_line()
+    found = " and ".join(f"{name.removeprefix('torch.')} of shape {list(shape)}" for name, shape in types.items())
+    return UnsupportedError(
+        "a product of tensors of two types, which torch refuses",
+        got=f"{op} of {found} in {module or 'the step itself'}, at {line}",
+        expected="one type, or a mixed precision, which casts all but float64",
+        hint="convert one of them: x.to(weight.dtype)"
+        if "torch.float64" in types
+        else 'convert one of them: x.to(weight.dtype); or fix precision="bf16-mixed"',
         op=op,
         module=module,
         line=line,
@@ -178,7 +199,7 @@ def escaped(error: Exception, op: object, name_of: Callable[[nn.Module], str | N
             line=line,
         )
     return UnsupportedError(
-        f"an operation of the step raised {type(error).__name__} in the trace",
+        f"an operation of {_part_of_the_job(frames)} raised {type(error).__name__} in the trace",
         got=f"{text} (last operation {op or 'none'} in {module or 'the step itself'}, at {line})",
         expected="a step that runs on real tensors, made of operations that also run on tensors without data",
         hint="if the step runs on the real device, declare this part with snugfit.opaque(function, outputs_like); "
@@ -212,6 +233,14 @@ def _frames(tb: TracebackType | None) -> Iterator[tuple[FrameType, TracebackType
         assert tb is not None
         yield frame, tb
         tb = tb.tb_next
+
+
+def _part_of_the_job(frames: Sequence[tuple[FrameType, TracebackType]]) -> str:
+    """Which of a job's functions a traceback went through; the step, where it is none of them."""
+    places = [(frame.f_globals.get("__name__"), frame.f_code.co_name) for frame, _ in frames]
+    if _MADE_BY in places:
+        return f"Job.{frames[places.index(_MADE_BY)][0].f_locals['name']}"
+    return "Job.loss" if _CALLS_LOSS in places and _BACKWARD not in places else "the step"
 
 
 def _module(frames: Sequence[tuple[FrameType, TracebackType]], name_of: Callable[[nn.Module], str | None]) -> str:
