@@ -70,7 +70,12 @@ class Search:
         whole = self.traced.of(mixed)
         if not whole.fits and whole.memory.static_bytes <= self.joint.allowed_bytes:
             self.joint.prepare(mixed, whole.memory.peak_reserved_bytes)
-        first = whole if other is None else self.asides.join(other)
+        first = whole
+        if other is not None:
+            try:
+                first = self.asides.join(other)
+            except UnsupportedError:  # 16-bit weights that only autocast multiplies with what they are given
+                plain = mixed
         rungs = {f"{FULL_BATCH}, {options.short(plain.precision)}": first}
         if mixed != plain:
             rungs[MIXED_PRECISION] = whole

@@ -149,7 +149,17 @@ class JointSearch:
             return self._nested(like) if recompute == ANY else None
         best = min(choice.step_time_s for choice in found)
         equals = [choice for choice in found if choice.step_time_s <= best * _EQUAL_TIME]
-        return min(equals, key=_trouble)
+        return min(equals, key=self._trouble)
+
+    def _trouble(self, choice: Choice) -> tuple[int, bool, int]:
+        """Of equally fast ones those with few segments first, on a card then those whose micro-batches are of one size.
+
+        A smaller last one leaves the blocks of the others in pieces: the 7B shape reserves 8.5 GiB beyond its peak as
+        12 x 5 + 4, and 5.3 as 16 x 4 (modelled).
+        """
+        plan = choice.plan
+        is_ragged = self.device.kind == "cuda" and plan.samples_per_rank % plan.micro_batch_size != 0
+        return len(plan.recompute), is_ragged, -plan.micro_batch_size
 
     def fastest(self, family: Plan) -> list[Choice]:
         """The best of a family and of each of its other forms."""
@@ -335,16 +345,6 @@ class JointSearch:
                 return self._family(plan)
             self._families[name, size] = Family(probe)
         return self._families[name, size]
-
-
-def _trouble(choice: Choice) -> tuple[int, bool, int]:
-    """Of equally fast ones those with few segments first, then those whose micro-batches are of one size.
-
-    A smaller last one leaves the blocks of the others in pieces: the 7B shape reserves 8.5 GiB beyond its peak as
-    12 x 5 + 4, and 5.3 as 16 x 4 (modelled).
-    """
-    plan = choice.plan
-    return len(plan.recompute), plan.samples_per_rank % plan.micro_batch_size != 0, -plan.micro_batch_size
 
 
 _SHARE_OF_BACKWARD = 2 / 3
