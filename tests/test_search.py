@@ -268,11 +268,10 @@ def test_where_weights_alone_are_too_large_the_smallest_candidate_has_the_smalle
 
 
 @pytest.mark.filterwarnings("ignore:.*rounded away")
-@pytest.mark.parametrize("device", ["cpu", "rtx-4090"])
-def test_a_model_of_16_bits_that_only_autocast_gives_what_it_takes_is_planned_with_autocast(device):
+def test_a_model_of_16_bits_that_only_autocast_gives_what_it_takes_is_planned_with_autocast():
     half = dataclasses.replace(job(), model=lambda: nn.Linear(WIDTH, 8).to(torch.bfloat16))
-    report = snugfit.plan(half, device, 16)
+    report = snugfit.plan(half, "rtx-4090", 16)
     assert report.plan.precision == "bf16-mixed"
     assert [rung.plan.precision for rung in report.ladder[:1]] == ["bf16-mixed"]
-    with pytest.raises(snugfit.UnsupportedError, match="two types|bfloat16"):
-        snugfit.plan(half, device, 16, fixed={"precision": "32-true"})
+    with pytest.raises(snugfit.UnsupportedError, match="two types"):
+        snugfit.plan(half, "rtx-4090", 16, fixed={"precision": "32-true"})
