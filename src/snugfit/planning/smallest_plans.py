@@ -5,9 +5,11 @@ Entry point: ``trace_smallest``. What is said of the least of them, and what els
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
+from itertools import product, zip_longest
+from typing import TypeAlias
 
 from snugfit.errors import BatchError, PlanError, UnsupportedError
 from snugfit.planning.asides import Asides
@@ -17,10 +19,14 @@ from snugfit.plans import Plan, Segment
 
 _NEAR = 2
 "Times the smallest plan that a whole batch may need and still be smaller in another form."
+_LITTLE = 0.05
+"Share of weights, gradients and state up to which what a sample saves may be less than what recomputing it takes."
+
+_Forms: TypeAlias = Sequence[tuple[Segment, ...]]
 
 
 def trace_smallest(joint: JointSearch, asides: Asides, families: Sequence[Plan]) -> None:
-    """Trace what may need least: the smallest micro-batches, and the whole batch, plainly and with blocks recomputed.
+    """Trace what may need least: the smallest micro-batches, and the whole batch, plainly or with blocks recomputed.
 
     Args:
         joint: Names of the units, sizes, and what is given.
@@ -28,16 +34,24 @@ def trace_smallest(joint: JointSearch, asides: Asides, families: Sequence[Plan])
         families: The whole batch of each.
     """
     blocks = tuple(Segment((name,)) for name in joint.names)
-    forms = [(like, recompute) for like in families for recompute in dict.fromkeys((blocks, like.recompute))]
+    chosen: list[tuple[Plan, _Forms]] = []
+    for like in families:
+        forms = tuple(dict.fromkeys((blocks, like.recompute)))
+        saves_little = _saved_by_a_sample(asides.traced[like]) < _LITTLE * asides.traced[like].memory.static_bytes
+        chosen += [(like, (form,)) for form in forms] if saves_little else [(like, forms)]
 
-    def of_sizes(form: tuple[Plan, tuple[Segment, ...]], sizes: Sequence[int]) -> Callable[[], TracedPlan]:
-        return partial(_of_least_update, joint, asides, *form, sizes)
+    def least(like: Plan, forms: _Forms, sizes: Sequence[int]) -> Callable[[], TracedPlan]:
+        return partial(_of_least_update, joint, asides, like, forms, sizes)
 
-    _trace_all(asides, [of_sizes(form, joint.sizes("")[::-1]) for form in forms])
+    _trace_all(asides, [least(like, forms, joint.sizes("")[::-1]) for like, forms in chosen])
     # In a single micro-batch no gradients lie beside forward.
     limit = _NEAR * min(one.memory.needed_bytes for one in asides.traced.values())
-    near = [form for form in forms if asides.traced[form[0]].memory.needed_bytes < limit]
-    _trace_all(asides, [of_sizes(form, (form[0].micro_batch_size,)) for form in near])
+    near = [(like, forms) for like, forms in chosen if asides.traced[like].memory.needed_bytes < limit]
+    _trace_all(asides, [least(like, forms, (like.micro_batch_size,)) for like, forms in near])
+
+
+def _saved_by_a_sample(whole: TracedPlan) -> float:
+    return whole.memory.phases.get("forward end", {}).get("saved", 0) / whole.plan.micro_batch_size
 
 
 def _trace_all(asides: Asides, work: Sequence[Callable[[], TracedPlan]]) -> None:
@@ -49,20 +63,16 @@ def _trace_all(asides: Asides, work: Sequence[Callable[[], TracedPlan]]) -> None
             asides.join(begun)
 
 
-def _of_least_update(
-    joint: JointSearch, asides: Asides, like: Plan, recompute: tuple[Segment, ...], sizes: Sequence[int]
-) -> TracedPlan:
-    """A family's plan with the first of some micro-batch sizes that runs and the least update; else like itself."""
+def _of_least_update(joint: JointSearch, asides: Asides, like: Plan, forms: _Forms, sizes: Sequence[int]) -> TracedPlan:
+    """A family's plan in the first of some forms and sizes that runs, with the least update; else like itself."""
     updates = (like.optimizer_impl,) if "optimizer_impl" in joint.fixed else ("fused", "for-loop")
     for size in sizes:
-        plan = replace(like, micro_batch_size=size, recompute=recompute)
-        for update in updates:
-            try:
-                return asides.traced.of(replace(plan, optimizer_impl=update))
-            except BatchError:  # BatchNorm of one sample
-                break
-            except (PlanError, UnsupportedError):  # the optimizer has no such form, or blocks cannot be recomputed
-                continue
-        else:
-            break
+        try:
+            for recompute, update in product(forms, updates):
+                plan = replace(like, micro_batch_size=size, recompute=recompute, optimizer_impl=update)
+                with suppress(PlanError, UnsupportedError):  # blocks cannot be recomputed, or there is no such update
+                    return asides.traced.of(plan)
+        except BatchError:  # BatchNorm of one sample
+            continue
+        break
     return asides.traced.of(like)

@@ -13,6 +13,7 @@ from snugfit import hardware, sizes
 from snugfit.errors import InfeasibleError, PlanError, SnugfitError
 from snugfit.jobs import Job
 from snugfit.memory import tracing
+from snugfit.planning.errands import errand
 from snugfit.planning.ways import eight_bit, fsdp, fused_backward, host_offload, lora, rows
 from snugfit.planning.ways.rows import Case
 from snugfit.planning.ways.rows import WayOut as WayOut
@@ -68,8 +69,10 @@ def ways_out(
     check_names(allow or ())
     case = Case(job, plan, device, budget_bytes, tracing.skeleton(job) if model is None else model)
     wanted = [name for name in NAMES if allow is None or name in allow]
+    by_hand = [name for name in wanted if name not in RUN]
     with tracing.collector_off():
-        found = [_worked_out(case, name) for name in wanted]
+        beside = errand(lambda: [_worked_out(case, name) for name in by_hand])  # the others hold jobs, which stay here
+        found = [_worked_out(case, name) for name in wanted if name in RUN] + beside.result()
     seconds = step_time_s if step_time_s is not None else case.seconds()
     timed = [
         row if row.step_time_s is None or not seconds else replace(row, relative_time=row.step_time_s / seconds)
