@@ -1,5 +1,7 @@
 """The tracer sees every form of recomputation by running it: bytes, peaks and operations are those of a real run."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -280,3 +282,18 @@ def test_offloading_runs_what_plain_training_runs_and_moves_what_saved_tensor_ho
     counted = saved_bytes(lambda: model(batch), (*model.parameters(), batch))
     saved = [trace.report().at("forward end")["saved"] for trace in (plain, moved)]
     assert saved[0] - saved[1] == counted > 0
+
+
+def test_a_traced_window_is_watched_as_one_of_a_long_run_is():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)) for _ in range(3)))
+    job = Job(
+        lambda: copy.deepcopy(model),
+        lambda model, x: model(x).square().mean(),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda n: torch.randn(n, 8),
+        count="samples",
+    )
+    plan = Plan(batch_size=4, micro_batch_size=4, recompute=tuple(Segment((str(i),)) for i in range(3)))
+    work = record_job(job, plan, resolve("cpu")).work
+    assert any(item.is_repeated for item in work)
+    assert not any(item.is_watched for item in work)

@@ -84,6 +84,9 @@ class Looker:
         found.all_of_them.append((number, module, held.copy()))
         found.sources.look_at_code(type(module))
         own = held.keys() - _OF_EVERY_MODULE
+        if type(module).__module__.startswith(_OF_TORCH) and {type(held[name]) for name in own} <= _DULL:
+            self._dull[number] = len(held)  # from now on not looked at, so this once it is no part of the situation
+            return
         for name in own:
             value = held[name]
             kind = type(value)
@@ -95,5 +98,3 @@ class Looker:
             elif kind not in _NUMBERS:
                 found.situation.append(kind)
                 found.sources.look(value)
-        if type(module).__module__.startswith(_OF_TORCH) and {type(held[name]) for name in own} <= _DULL:
-            self._dull[number] = len(held)
