@@ -18,8 +18,8 @@ from snugfit.tables import duration, plan_line
 _HOLDERS = 10
 _PRODUCTS = {
     "32-true": "everything in fp32",
-    "16-mixed": "products in fp16 with a loss scale, weights in fp32",
-    "bf16-mixed": "products in bf16, weights in fp32",
+    "16-mixed": "products in fp16 with a loss scale, trained weights in fp32",
+    "bf16-mixed": "products in bf16, trained weights in fp32",
     "bf16-true": "weights and products in bf16",
 }
 
@@ -83,8 +83,10 @@ def _in_words(plan: Plan) -> str:
     steps, size, share = plan.accumulation_steps, plan.micro_batch_size, plan.samples_per_rank
     cut = "at once" if steps == 1 else f"in {steps} micro-batches of {'up to ' if share % size else ''}{size}"
     ranks = f" on each of {plan.world_size} ranks" if plan.world_size > 1 else ""
-    count = len(plan.recompute)
-    again = f"{count} segment{'s' if count > 1 else ''} recomputed in backward" if count else "nothing recomputed"
+    moved = sum(segment.policy == "offload" for segment in plan.recompute)
+    counts = {"recomputed in backward": len(plan.recompute) - moved, "kept on the host for backward": moved}
+    done = [f"{count} segment{'s' if count > 1 else ''} {what}" for what, count in counts.items() if count]
+    again = ", ".join(done) or "nothing recomputed"
     return f"{share} samples go through the model {cut}{ranks}; {_PRODUCTS[plan.precision]}; {again}."
 
 
