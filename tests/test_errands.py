@@ -79,3 +79,11 @@ def test_who_stops_waiting_ends_the_copy_and_nobody_elses_file_is_closed(copied,
         os.fstat(other.fileno())
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+
+
+def test_a_copy_in_which_autograd_is_dead_leaves_the_work_to_be_done_here(copied, monkeypatch):
+    def dead():
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
+
+    monkeypatch.setattr(errands, "_check_autograd", dead)
+    assert errands.errand(os.getpid).result() == os.getpid()

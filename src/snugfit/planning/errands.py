@@ -1,7 +1,8 @@
 """Traces of one search that do not wait for each other: one of them in a forked copy of this process, on another core.
 
 Entry point: ``errand``. What comes back is what the same call gives here, where it is made instead if there is no
-second core, if this process has threads or CUDA (neither survives a fork), or if the copy failed in any way.
+second core, if this process has threads or CUDA (neither survives a fork), if autograd does not work in the copy (CUDA
+builds of torch, after the first backward), or if the copy failed in any way.
 """
 
 import ctypes
@@ -92,11 +93,21 @@ def _fork(work: Callable[[], Any]) -> tuple[int, int]:
         os.dup2(silent, 1)
         os.dup2(silent, 2)
         torch.set_num_threads(1)  # a pool of threads is not copied
+        _check_autograd()
         document = pickle.dumps(work(), protocol=pickle.HIGHEST_PROTOCOL)
         with os.fdopen(writing, "wb") as result:
             result.write(document)
     finally:
         os._exit(0)
+
+
+def _check_autograd() -> None:
+    """A copy whose autograd is dead says nothing: the engine of CUDA builds starts threads with the first backward.
+
+    Raises:
+        RuntimeError: It is.
+    """
+    torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _read(pipe: int) -> bytes:
