@@ -69,10 +69,12 @@ def ways_out(
     check_names(allow or ())
     case = Case(job, plan, device, budget_bytes, tracing.skeleton(job) if model is None else model)
     wanted = [name for name in NAMES if allow is None or name in allow]
-    by_hand = [name for name in wanted if name not in RUN]
+    # Beside the others what holds no job, which would not come back; here all of it if its traces are to tell the time.
+    apart = [name for name in wanted if name not in RUN and step_time_s is not None]
     with tracing.collector_off():
-        beside = errand(lambda: [_worked_out(case, name) for name in by_hand])  # the others hold jobs, which stay here
-        found = [_worked_out(case, name) for name in wanted if name in RUN] + beside.result()
+        beside = errand(lambda: [_worked_out(case, name) for name in apart]) if apart else None
+        found = [_worked_out(case, name) for name in wanted if name not in apart]
+        found += [] if beside is None else beside.result()
     seconds = step_time_s if step_time_s is not None else case.seconds()
     timed = [
         row if row.step_time_s is None or not seconds else replace(row, relative_time=row.step_time_s / seconds)

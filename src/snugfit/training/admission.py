@@ -176,13 +176,7 @@ def size_and_precision(plan: Plan | None, micro_batch_size: int | None, name: st
         )
     if plan is None:
         return micro_batch_size, name
-    if not isinstance(plan, Plan):
-        raise PlanError(
-            "this is not a plan",
-            got=f"plan={plan!r}",
-            expected="snugfit.Plan, or None",
-            hint='load a file with snugfit.Plan.load("plan.json")',
-        )
+    check_is_plan(plan)
     given = {"micro_batch_size": micro_batch_size, "precision": None if name in ("32-true", "auto") else name}
     for field, value in given.items():
         if value is not None and value != getattr(plan, field):
