@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from snugfit.planning import errands
 
@@ -87,3 +88,22 @@ def test_a_copy_in_which_autograd_is_dead_leaves_the_work_to_be_done_here(copied
 
     monkeypatch.setattr(errands, "_check_autograd", dead)
     assert errands.errand(os.getpid).result() == os.getpid()
+
+
+def test_work_that_would_end_copies_is_done_in_one_and_not_in_another_copy_of_that(copied, monkeypatch):
+    monkeypatch.setattr(errands, "_ends_with_backward", lambda: not errands._is_copy[0])
+    here, (there, inner) = os.getpid(), errands.apart(lambda: (os.getpid(), errands.apart(os.getpid)))
+    assert here != there == inner
+
+
+def test_work_is_done_here_where_a_backward_ends_no_copies(copied, monkeypatch):
+    monkeypatch.setattr(errands, "_ends_with_backward", lambda: False)
+    assert errands.apart(os.getpid) == os.getpid()
+
+
+def test_a_copy_of_a_build_for_cuda_is_not_copied_again(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    assert errands._ends_with_backward()
+    monkeypatch.setattr(errands, "_is_copy", [True])
+    assert not errands._ends_with_backward()
+    assert not errands._is_possible()

@@ -161,12 +161,11 @@ def test_c077_a_plan_names_the_layers_that_accumulation_makes_not_equivalent():
 def test_a_plan_is_the_same_whether_traces_are_made_in_copies_of_the_process_or_one_after_the_other(monkeypatch):
     tight = card(memory_bytes=3 * GIB // 2)
     aside = snugfit.plan(job(), tight, 4096)
+    monkeypatch.setattr(errands, "_ends_with_backward", lambda: not errands._is_copy[0])
+    apart = snugfit.plan(job(), tight, 4096)
     monkeypatch.setattr(errands, "_is_possible", lambda: False)
     here = snugfit.plan(job(), tight, 4096)
-    assert aside.plan == here.plan
-    assert [(rung.plan, rung.memory.peak_reserved_bytes, rung.step_time_s) for rung in aside.ladder] == [
-        (rung.plan, rung.memory.peak_reserved_bytes, rung.step_time_s) for rung in here.ladder
-    ]
+    assert aside == here == apart
 
 
 def test_the_time_of_several_cards_holds_the_reductions_that_backward_does_not_hide():

@@ -1,8 +1,13 @@
 """Traces of one search that do not wait for each other: one of them in a forked copy of this process, on another core.
 
-Entry point: ``errand``. What comes back is what the same call gives here, where it is made instead if there is no
-second core, if this process has threads or CUDA (neither survives a fork), if autograd does not work in the copy (CUDA
-builds of torch, after the first backward), or if the copy failed in any way.
+Entry points: ``errand`` and ``apart``. What comes back is what the same call gives here, where it is made instead if
+there is no second core, if this process has threads or CUDA (neither survives a fork), or if the copy failed in any
+way.
+
+NOTE [Autograd in copies]
+With its first backward, the engine of a CUDA build of torch starts a thread for each kind of device, also where there
+is no card. A copy of such a process can run no backward any more. So the traces of a search are all made ``apart``, in
+copies of a process that runs none; one that ran a backward before makes them itself, one after the other.
 """
 
 import ctypes
@@ -35,6 +40,15 @@ def errand(work: Callable[[], Result]) -> "Errand[Result]":
         work: Changes nothing that anybody looks at later; its result can be pickled.
     """
     return Errand(work, *_fork(work)) if _is_possible() else Errand(work)
+
+
+def apart(work: Callable[[], Result]) -> Result:
+    """The result of some work that runs backward, and takes nothing from those after it: see the NOTE.
+
+    Args:
+        work: As for ``errand``.
+    """
+    return errand(work).result() if _ends_with_backward() else work()
 
 
 class Errand(Generic[Result]):
@@ -73,7 +87,21 @@ class Errand(Generic[Result]):
 
 def _is_possible() -> bool:
     alone = threading.active_count() == 1 and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return sys.platform == "linux" and alone and len(os.sched_getaffinity(0)) > 1
+    return sys.platform == "linux" and alone and len(os.sched_getaffinity(0)) > 1 and not _is_spent()
+
+
+def _ends_with_backward() -> bool:
+    """Whether this process can make copies until it runs a backward."""
+    return torch.backends.cuda.is_built() and not _is_spent()  # type: ignore[no-untyped-call]
+
+
+def _is_spent() -> bool:
+    """Whether this is a copy, which has run a backward, and the build is one for CUDA."""
+    return _is_copy[0] and torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+
+
+_is_copy = [False]
+"Of this process."
 
 
 def _fork(work: Callable[[], Any]) -> tuple[int, int]:
@@ -87,6 +115,7 @@ def _fork(work: Callable[[], Any]) -> tuple[int, int]:
         return child, reading
     try:  # nothing of the copy may be seen but its result
         _end_with_parent()
+        _is_copy[0] = True
         os.close(reading)
         writing = fcntl.fcntl(writing, fcntl.F_DUPFD, 3)  # the first three may be the closed ones of a terminal
         silent = os.open(os.devnull, os.O_WRONLY)
@@ -102,7 +131,7 @@ def _fork(work: Callable[[], Any]) -> tuple[int, int]:
 
 
 def _check_autograd() -> None:
-    """A copy whose autograd is dead says nothing: the engine of CUDA builds starts threads with the first backward.
+    """A copy whose autograd is dead says nothing; see the NOTE.
 
     Raises:
         RuntimeError: It is.

@@ -5,7 +5,8 @@ decided by ``training`` when it is applied.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,12 @@ from snugfit.jobs import Job
 from snugfit.training import build, segments
 
 
-def watched(job: Job, names: Sequence[str]) -> tuple[Job, Callable[[], frozenset[tuple[str, str]]]]:
-    """A job whose units are watched, and a function that gives the pairs that follow each other in every call.
+@contextmanager
+def watched(job: Job, names: Sequence[str]) -> Iterator[tuple[Job, Callable[[], frozenset[tuple[str, str]]]]]:
+    """A job whose units are watched, and a function that gives the pairs that followed each other in every call so far.
 
     Args:
-        job: Its model, where it is given as a module, has hooks until the function is called.
+        job: Its model, where it is given as a module, has hooks meanwhile.
         names: The units.
     """
     seen: dict[tuple[str, str], bool] = {}
@@ -43,11 +45,14 @@ def watched(job: Job, names: Sequence[str]) -> tuple[Job, Callable[[], frozenset
         return model
 
     def joined() -> frozenset[tuple[str, str]]:
-        for handle in handles:
-            handle.remove()
         return frozenset(pair for pair, joins in seen.items() if joins)
 
-    if isinstance(job.model, nn.Module):
-        watch(job.model)
-        return job, joined
-    return replace(job, model=lambda: watch(build.build_model(job))), joined
+    try:
+        if isinstance(job.model, nn.Module):
+            watch(job.model)
+            yield job, joined
+        else:
+            yield replace(job, model=lambda: watch(build.build_model(job))), joined
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -6,7 +6,7 @@ that the job refuses (a policy that changes nothing, a module that cannot be rec
 
 import gc
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TypeVar
@@ -28,6 +28,7 @@ _MOST_TRACES = 3
 _ONE_MICRO_BATCH: Sequence[Sequence[int]] = ((0,),)
 
 _Item = TypeVar("_Item")
+_Told = TypeVar("_Told")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,9 @@ class _Probing:
 
     def run(self) -> Probe:
         """Make the traces."""
-        watched, joined = joining.watched(self.job, list(self.kinds))
         carried = self._spread()
-        self._trace(watched, carried, self._windows())
+        with joining.watched(self.job, list(self.kinds)) as (watched, seen):
+            joined = self._trace(watched, carried, self._windows(), seen)
         base = self.traces[0]
         first_step = cut(base.base.recording, base.steps[1], list(self.kinds))
         self._tell_apart()
@@ -122,7 +123,7 @@ class _Probing:
         while len(self.traces) < _MOST_TRACES and self._lacks_essentials():
             more = self._spread()
             try:
-                self._trace(self.job, more, _ONE_MICRO_BATCH)
+                self._trace(self.job, more, _ONE_MICRO_BATCH, lambda: None)
             except (PlanError, UnsupportedError):  # what is known so far will do
                 break
             self._note(more)
@@ -133,7 +134,7 @@ class _Probing:
             {name: self.options[name] for name in self.kinds},
             {name: self.places[kind] for name, kind in self.kinds.items()},
             carried,
-            joined(),
+            joined,
         )
 
     def _windows(self) -> Sequence[Sequence[int]]:
@@ -162,15 +163,18 @@ class _Probing:
             for option in self.essential
         )
 
-    def _trace(self, job: Job, carried: Mapping[str, str], windows: Sequence[Sequence[int]]) -> None:
+    def _trace(
+        self, job: Job, carried: Mapping[str, str], windows: Sequence[Sequence[int]], tell: Callable[[], _Told]
+    ) -> _Told:
         recompute = tuple(
             segment for name, option in carried.items() for segment in self.options[name].of(name, option)
         )
         planned = replace(self.plan, recompute=recompute) if self.kinds else self.plan
         gc.collect()  # the last trace's tensors hold each other
-        trace = ScaledTrace.record(job, planned, self.device, self.sizes, windows)
+        trace, told = ScaledTrace.told(job, planned, self.device, self.sizes, windows, tell)
         self.traces.append(trace)
         self.elements.append(cut(trace.base.recording, trace.steps[-1], list(self.kinds)))
+        return told
 
     def _tell_apart(self) -> None:
         """Alike are only units that compute as much, or move as much; those that do not run once are no units."""

@@ -5,7 +5,7 @@ constant and a part per sample; rounding happens per storage, after the sum. Wha
 is exact; this is for the search.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from typing import TypeAlias, TypeVar
@@ -20,7 +20,7 @@ from snugfit.memory.events import Birth, Recording, Work
 from snugfit.memory.steps import leftovers
 from snugfit.memory.traces import Trace
 from snugfit.memory.tracing import record_job
-from snugfit.planning.errands import errand
+from snugfit.planning.errands import apart, errand
 from snugfit.plans import Plan
 
 
@@ -29,6 +29,7 @@ class NotAffineError(SnugfitError):
 
 
 _Item = TypeVar("_Item", Birth, Work)
+_Told = TypeVar("_Told")
 _Kind: TypeAlias = tuple[str, str, str]
 _Slopes: TypeAlias = tuple[float, float]
 _MOST_LOST = 0.02
@@ -73,15 +74,41 @@ class ScaledTrace:
         Raises:
             NotAffineError: The operations depend on the micro-batch size.
         """
+        return cls.told(job, plan, device, sizes, windows, lambda: None)[0]
+
+    @classmethod
+    def told(
+        cls,
+        job: Job,
+        plan: Plan,
+        device: Device,
+        sizes: tuple[int, int],
+        windows: Sequence[Sequence[int]],
+        tell: Callable[[], _Told],
+    ) -> tuple["ScaledTrace", _Told]:
+        """Trace a plan at two micro-batch sizes, and what is told of it then.
+
+        Args:
+            job: As for ``record``, like those that follow.
+            plan: The same.
+            device: The same.
+            sizes: The same.
+            windows: The same.
+            tell: Called where the trace in full was made.
+        """
         begun = None
         if sizes[0] != sizes[1]:
             smaller = replace(plan, micro_batch_size=sizes[1])
             begun = errand(lambda: record_job(job, smaller, device, windows=((0,),)))
-        base = record_job(job, replace(plan, micro_batch_size=sizes[0]), device, windows=windows)
+        larger = replace(plan, micro_batch_size=sizes[0])
+        base, told = apart(lambda: (record_job(job, larger, device, windows=windows), tell()))
+        return cls._between(base, None if begun is None else begun.result(), sizes), told
+
+    @classmethod
+    def _between(cls, base: Trace, other: Trace | None, sizes: tuple[int, int]) -> "ScaledTrace":
         births, work, steps = base.recording.births, base.recording.work, _micro_steps(base.recording)
         birth_slopes, work_slopes = [0.0] * len(births), [(0.0, 0.0)] * len(work)
-        if begun is not None:
-            other = begun.result()
+        if other is not None:
             reference = _micro_steps(other.recording)[0]
             distance = sizes[1] - sizes[0]
             for step in steps:
@@ -102,7 +129,7 @@ class ScaledTrace:
             tuple(numbers),
             np.array(kind_of, dtype=np.int64),
             steps,
-            begun is not None and leftovers.grows(base.recording),
+            other is not None and leftovers.grows(base.recording),
         )
 
     def birth_bytes(self, micro_batch_size: int) -> npt.NDArray[np.int64]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from snugfit.hardware import Device
 from snugfit.jobs import Job
 from snugfit.planning import options
+from snugfit.planning.errands import apart
 from snugfit.planning.traced_plans import TracedPlan, traced_plan
 from snugfit.plans import Plan
 
@@ -35,7 +36,7 @@ class Traces(dict[Plan, TracedPlan]):
         """A plan traced as it is."""
         if plan not in self:
             self.progress(f"trace: {options.short(plan.precision)}, micro-batch {plan.micro_batch_size}")
-            self[plan] = traced_plan(self.job, plan, self.device, self.budget_bytes)
+            self[plan] = apart(lambda: traced_plan(self.job, plan, self.device, self.budget_bytes))
         self.forget()
         return self[plan]
 

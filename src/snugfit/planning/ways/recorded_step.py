@@ -19,6 +19,7 @@ from snugfit.memory.events import Birth, Recording
 from snugfit.memory.reports import margin_bytes
 from snugfit.memory.traces import Trace
 from snugfit.planning import cost
+from snugfit.planning.errands import apart
 from snugfit.planning.ways.rewriting import Rewriting
 from snugfit.plans import Plan
 
@@ -137,9 +138,11 @@ def record(job: Job, plan: Plan, device: hardware.Device, model: nn.Module) -> R
 
     windows = ((0,),) if plan.accumulation_steps == 1 else ((0, 1),)
     gc.collect()  # the last trace's tensors hold each other
-    trace = tracing.record_job(replace(job, optimizer=optimizer), plan, device, windows=windows)
+    trace, groups = apart(
+        lambda: (tracing.record_job(replace(job, optimizer=optimizer), plan, device, windows=windows), tuple(made))
+    )
     trace = replace(trace, recording=_steady(trace.recording))
-    return RecordedStep(job=job, plan=plan, trace=trace, weights=weights_of(model), optimizers=tuple(made))
+    return RecordedStep(job=job, plan=plan, trace=trace, weights=weights_of(model), optimizers=groups)
 
 
 def _steady(recording: Recording) -> Recording:
