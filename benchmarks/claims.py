@@ -12,6 +12,7 @@ import platform
 import re
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +45,7 @@ class Predicted:
     seconds: float
     tf32_seconds: float
     "The same where fp32 products may use TF32."
-    work: list[Work]
+    work: Counter[Work]
 
     def seconds_on(self, device: str) -> float:
         """Time of the same operations on another card."""

@@ -144,6 +144,25 @@ def empty_at_the_end(rank):
     return found
 
 
+def counting_nothing(rank):
+    """A rank that runs a micro-step less than the other one, and a rank that reports nothing in a whole window."""
+    plan = Plan(batch_size=4, micro_batch_size=1, world_size=2, sync="micro")
+    model = Weight()
+    keep = Keep(model)
+    engine = Engine(
+        DistributedDataParallel(model), keep, plan, loss=mean_product, count=lambda x: float(x.count_nonzero())
+    )
+    engine.step_window([torch.tensor([x]) for x in [(6.0, 2.0), (0.0, 4.0)][rank]])
+    model = Weight().double()
+    engine = Engine(
+        DistributedDataParallel(model),
+        torch.optim.SGD(model.parameters(), 0.0),
+        loss=lambda m, x: Loss(m(x).sum(), float(x.count_nonzero())),
+    )
+    reported = engine.step_window([torch.tensor([x], dtype=torch.float64) for x in [(0.1, 0.2), (0.0, 0.0)][rank]])
+    return [float(keep.seen[0][0]), float(reported.loss)]
+
+
 def reaching(rank):
     """Losses that reach a part only, and repeated calls by hand."""
     found = []
@@ -385,6 +404,7 @@ def whole(parameter):
 SCENARIOS = (
     several,
     empty_at_the_end,
+    counting_nothing,
     reaching,
     contradicting,
     unused,
@@ -413,6 +433,12 @@ def test_several_denominators_are_exact_over_all_ranks_and_reduced_as_often_as_o
 def test_a_rank_whose_last_loss_counts_nothing_still_reduces(ranks):
     for found in ranks["empty_at_the_end"]:
         assert found == [4.0] * 4
+
+
+def test_a_rank_that_counts_nothing_in_a_micro_batch_or_a_window_is_waited_for_no_more_than_it_reduces(ranks):
+    for gradient, loss in ranks["counting_nothing"]:
+        assert gradient == 4.0  # (6 + 2 + 4) / 3
+        assert loss == (0.1 + 0.2) / 2  # in float64, also where no loss was run
 
 
 def test_c120_losses_that_reach_a_part_only_are_reduced_too_and_so_are_repeated_calls_by_hand(ranks):

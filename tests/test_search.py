@@ -168,6 +168,20 @@ def test_a_plan_is_the_same_whether_traces_are_made_in_copies_of_the_process_or_
     assert aside == here == apart
 
 
+def test_an_update_of_one_parameter_after_another_is_planned_only_where_the_optimizer_takes_lists():
+    def with_lists(foreach):
+        return dataclasses.replace(
+            job(Stack), optimizer=lambda model: torch.optim.RMSprop(model.parameters(), foreach=foreach)
+        )
+
+    tight = card(memory_bytes=GIB * 11 // 8)
+    forms = [
+        {one.plan.optimizer_impl for one in snugfit.plan(with_lists(foreach), tight, 4096).contenders}
+        for foreach in (None, False)
+    ]
+    assert forms == [{"as-given", "for-loop"}, {"as-given"}]
+
+
 def test_the_time_of_several_cards_holds_the_reductions_that_backward_does_not_hide():
     device, given = card(), {"micro_batch_size": 16, "recompute": ()}
     alone = snugfit.plan(job(), device, 64, fixed=given).step_time_s

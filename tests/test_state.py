@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from models import LinearStack, Transformer, Weight, mean_product, regression_batch, same_bits, squared_error, state_of
 from snugfit import Engine, Job, Plan, PlanError, build
@@ -92,6 +92,10 @@ def replaced(state, value, *path):
     return state
 
 
+def cosine():
+    return CosineAnnealingLR(torch.optim.SGD([torch.ones(1, requires_grad=True)]), 9)
+
+
 NAME = "layers.0.weight"
 BROKEN = {
     "None": lambda s: None,
@@ -114,6 +118,27 @@ BROKEN = {
     "a weight too many": lambda s: replaced(s, torch.ones(1), "model", "extra"),
     "a weight of another shape": lambda s: replaced(s, torch.ones(2, 2), "model", NAME),
     "other groups": lambda s: trained(groups=2).state_dict(),
+    **{
+        f"{'.'.join(map(str, path))} of the wrong kind": lambda s, path=path, value=value: replaced(s, value, *path)
+        for *path, value in (
+            ("random", "torch", torch.zeros(3)),
+            ("random", "torch", None),
+            ("random", "python", 3),
+            ("random", "numpy", "x"),
+            ("progress", "steps", "x"),
+            ("weights", None),
+            ("schedulers", 0, {}),
+            ("schedulers", 0, "last_epoch", "x"),
+            ("optimizers", 0, "state", 3),
+            ("optimizers", 0, "state", 0, 3),
+            ("optimizers", 0, "param_groups", 3),
+            ("optimizers", 0, "param_groups", 0, 3),
+        )
+    },
+    "another optimizer": lambda s: trained(optimizer=torch.optim.SGD).state_dict(),
+    "another scheduler": lambda s: replaced(
+        s, CosineAnnealingLR(torch.optim.SGD([torch.ones(1)]), 9).state_dict(), "schedulers", 0
+    ),
     "another model": lambda s: trained(model=LinearStack(depth=1), scheduled=True).state_dict(),
 }
 
@@ -129,6 +154,19 @@ def test_what_is_no_state_of_this_engine_is_refused_and_changes_nothing(name):
         engine.load_state_dict(broken)
     assert same_bits(before, everything(engine))
     assert engine.step_count == steps
+
+
+@pytest.mark.parametrize(
+    "scaler", [3, {}, {"scale": "x", "clean_windows": 0}, {"scale": torch.nan, "clean_windows": 0}]
+)
+def test_what_is_no_loss_scale_is_refused_and_changes_nothing(scaler):
+    engine = trained(precision="16-mixed")
+    before, steps = everything(engine), engine.step_count
+    with pytest.raises(PlanError, match=r"a saved loss scale|not the state of an engine"):
+        engine.load_state_dict({**trained(precision="16-mixed").state_dict(), "scaler": scaler})
+    assert same_bits(before, everything(engine))
+    assert engine.step(regression_batch(4)).loss_scale == 65536
+    assert engine.step_count == steps + 1
 
 
 def test_a_model_that_renames_entries_itself_is_loaded():

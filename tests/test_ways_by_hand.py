@@ -247,5 +247,5 @@ def test_times_are_said_to_be_relative_to_the_plan_that_does_not_fit():
 
 def test_a_field_that_a_change_decides_otherwise_is_refused_by_name():
     pytest.importorskip("peft")
-    with pytest.raises(PlanError, match="lora takes another precision"):
+    with pytest.raises(PlanError, match="lora is allowed, but with it: its precision must be another"):
         snugfit.plan(deep_job(), "rtx-3090", 8, DEEP_BUDGET, fixed={"precision": "32-true"}, allow=("lora",))

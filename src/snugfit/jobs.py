@@ -171,6 +171,13 @@ class Job:
             if getattr(self, name) is not None:
                 check_callable(f"Job.{name}", getattr(self, name), form)
         check_training_options(self.count, self.max_grad_norm, self.max_skipped_windows, self.nonfinite)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not -(2**63) <= self.seed < 2**64:
+            raise PlanError(
+                "Job.seed is not a seed",
+                got=f"seed={self.seed!r}",
+                expected="a whole number of 64 bits",
+                hint="leave it out for 0",
+            )
 
 
 def check_callable(name: str, value: object, form: str) -> None:
@@ -188,6 +195,27 @@ def check_callable(name: str, value: object, form: str) -> None:
         )
 
 
+def check_module(value: object, what: str) -> None:
+    """Check that something is a model.
+
+    Args:
+        value: What was given.
+        what: What the model is for, as the beginning of a message: ``"Engine needs a model"``.
+
+    Raises:
+        PlanError: It is no module.
+    """
+    if isinstance(value, nn.Module):
+        return
+    is_class = isinstance(value, type) and issubclass(value, nn.Module)
+    raise PlanError(
+        what,
+        got=f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__}",
+        expected="a torch.nn.Module",
+        hint="make one of the class first" if is_class else "pass the model itself, as in model = MyModel()",
+    )
+
+
 def check_training_options(
     count: object, max_grad_norm: object, max_skipped_windows: object, nonfinite: object
 ) -> None:
@@ -196,7 +224,7 @@ def check_training_options(
     Raises:
         PlanError: An option outside of its range.
     """
-    if count != "samples" and not callable(count):
+    if not callable(count) and not (isinstance(count, str) and count == "samples"):
         raise PlanError(
             "unknown count",
             got=f"count={count!r}",
@@ -211,14 +239,15 @@ def check_training_options(
             expected="a number > 0 (inf clips nothing), or None",
             hint="pass max_grad_norm=1.0, or leave it out",
         )
-    if not isinstance(max_skipped_windows, int) or max_skipped_windows < 1:
+    skipped = max_skipped_windows
+    if not isinstance(skipped, int) or isinstance(skipped, bool) or skipped < 1:
         raise PlanError(
             "max_skipped_windows must be at least 1",
             got=f"max_skipped_windows={max_skipped_windows!r}",
             expected=">= 1",
             hint="leave it out for its default",
         )
-    if nonfinite not in NONFINITE_POLICIES:
+    if not isinstance(nonfinite, str) or nonfinite not in NONFINITE_POLICIES:
         raise PlanError(
             "unknown policy for non-finite gradients",
             got=f"nonfinite={nonfinite!r}",

@@ -143,7 +143,7 @@ class Plan:
                 expected='precision="bf16-true", or bf16_update left out',
                 hint="leave bf16_update out",
             )
-        if self.version != VERSION or isinstance(self.version, bool):
+        if not isinstance(self.version, int) or self.version != VERSION or isinstance(self.version, bool):
             raise PlanError(
                 "the plan has another version of the schema",
                 got=f"version={self.version!r}",
@@ -358,7 +358,7 @@ def _check_count(name: str, value: object) -> None:
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise PlanError(
             f"unknown {name}",
             got=f"{name}={value!r}",

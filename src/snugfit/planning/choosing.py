@@ -354,6 +354,7 @@ class Search:
             allow=self.allow or None,
             step_time_s=smallest.step_time_s,
             model=self.model,
+            is_planned_next=bool(self.allow),
         )
         return explain.infeasible(smallest.plan, smallest.memory, self.budget_bytes, self.device, ways)
 

@@ -18,7 +18,7 @@ NOTE [What an operation costs]
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from snugfit import rates as measured
 from snugfit.hardware import Device
@@ -48,11 +48,11 @@ _LARGE_SIDE = 1e4
 _ITEM_SIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def step_time(work: Iterable[Work], device: Device, *, tf32: bool = False) -> float:
+def step_time(work: Iterable[Work] | Mapping[Work, int], device: Device, *, tf32: bool = False) -> float:
     """Predict the time of a step from its operations, and return it in seconds.
 
     Args:
-        work: Operations of the step.
+        work: Operations of the step, or how often each of them runs.
         device: Where they run.
         tf32: Whether float32 matrix products may use TF32 tensor cores. PyTorch's default
             (``torch.get_float32_matmul_precision() == "highest"``) does not allow it.
@@ -60,7 +60,7 @@ def step_time(work: Iterable[Work], device: Device, *, tf32: bool = False) -> fl
     return sum(breakdown(work, device, tf32=tf32).values())
 
 
-def breakdown(work: Iterable[Work], device: Device, *, tf32: bool = False) -> dict[str, float]:
+def breakdown(work: Iterable[Work] | Mapping[Work, int], device: Device, *, tf32: bool = False) -> dict[str, float]:
     """Predict the time of each phase of a step, and return phase to seconds; see ``step_time``."""
     rates = device.rates or assumed(device)
     seconds, copies, host = (defaultdict[str, float](float) for _ in range(3))

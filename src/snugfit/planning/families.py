@@ -99,6 +99,12 @@ class Family:
             self._chains[key] = self._build(*key)
         return self._chains[key]
 
+    @property
+    def updates_in_lists(self) -> bool:
+        """Whether the optimizer updates lists of parameters by one operation each (torch's foreach form)."""
+        work = self._base.base.recording.work
+        return any(item.phase == "optimizer" and item.op.startswith("_foreach") for _, item in work)
+
     def segments(self, chain: Chain, choices: Sequence[Span]) -> tuple[Segment, ...]:
         """The segments of a plan in which the units of a chain run in this way."""
         return tuple(self._segments(chain, choices))

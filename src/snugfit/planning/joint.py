@@ -222,6 +222,8 @@ class JointSearch:
         forms = [like]
         if "optimizer_impl" not in self.fixed and self._matters(plan, chain):
             for implementation in _IMPLEMENTATIONS:
+                if implementation == "for-loop" and not self._family(plan).updates_in_lists:
+                    break  # it is one already, or has no such form
                 form = replace(like, optimizer_impl=implementation, micro_batch_size=self._pair[0])
                 if self.updates.of(form) is not None:
                     forms.append(form)

@@ -6,6 +6,7 @@ are units enough that are alike.
 """
 
 import fnmatch
+import functools
 from collections.abc import Sequence
 
 from snugfit.memory.events import Recording
@@ -35,11 +36,11 @@ def kept_in_runs(
     """
     births = [event - 1 for event in recording.events[slice(*element.forward)] if event > 0]
 
-    def results_of(names: Sequence[str]) -> list[int]:
+    def results_of(names: tuple[str, ...]) -> list[int]:
         found = [(recording.births[i], int(sizes[i])) for i in births]
         return [size for birth, size in found if birth.category != "workspace" and _is_one_of(birth.op, names)]
 
-    def times_of(names: Sequence[str]) -> list[int]:
+    def times_of(names: tuple[str, ...]) -> list[int]:
         return [int(work_ns[i]) for i in range(*element.forward_work) if _is_one_of(recording.work[i][1].op, names)]
 
     products, spent = results_of(MATRIX_PRODUCTS), times_of(MATRIX_PRODUCTS)
@@ -97,5 +98,6 @@ def keeping_products(in_runs: Sequence[KeptInRun], plain: Option, full: Option, 
     )
 
 
-def _is_one_of(op: str, names: Sequence[str]) -> bool:
+@functools.cache
+def _is_one_of(op: str, names: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(op.partition(".")[0], name) for name in names)

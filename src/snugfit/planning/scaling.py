@@ -182,15 +182,20 @@ def _pairs(here: list[tuple[int, _Item]], there: list[tuple[int, _Item]]) -> Ite
     Raises:
         NotAffineError: Too much of it has none.
     """
-    ours, theirs = [_kind(item) for _, item in here], [_kind(item) for _, item in there]
-    lost = sum(_bytes(item) for _, item in there)
-    whole = lost
-    for start, other, length in _matching(ours, theirs):
+    lost = whole = sum(_bytes(item) for _, item in there)
+    here, there = _of_kinds_in(there, here), _of_kinds_in(here, there)
+    for start, other, length in _matching([_kind(item) for _, item in here], [_kind(item) for _, item in there]):
         for (index, _), (_, item) in zip(here[start : start + length], there[other : other + length], strict=True):
             lost -= _bytes(item)
             yield index, item
     if lost > _MOST_LOST * whole:
         raise NotAffineError("the step runs other operations at another micro-batch size")
+
+
+def _of_kinds_in(others: list[tuple[int, _Item]], items: list[tuple[int, _Item]]) -> list[tuple[int, _Item]]:
+    """The items of which there are some of the same kind among others; sums onto gradients are all over a backward."""
+    kinds = {_kind(item) for _, item in others}
+    return [one for one in items if _kind(one[1]) in kinds]
 
 
 def _matching(ours: list[_Kind], theirs: list[_Kind]) -> list[tuple[int, int, int]]:

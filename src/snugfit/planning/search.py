@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from snugfit import hardware
-from snugfit.errors import InfeasibleError, PlanError
+from snugfit.errors import InfeasibleError, PlanError, SnugfitError
 from snugfit.jobs import Job
 from snugfit.memory import tracing
 from snugfit.memory.reporting import offload_gain
@@ -65,12 +65,16 @@ def plan(
         try:
             found = search.run()
         except InfeasibleError as error:
+            refused: SnugfitError | None = None
             for way in getattr(error, "ways", ()):
                 if way.name in allow and way.fits and way.executed_by_snugfit:
-                    return _changed(search, way, batch_size, fixed or {}, say)
+                    try:
+                        return _changed(search, way, batch_size, fixed or {}, say)
+                    except SnugfitError as its:
+                        refused = refused or _of_changed(way, its)
             if not allow:
                 raise
-            raise ways_out.refusal(error, allow) from None
+            raise refused or ways_out.refusal(error, allow) from None
         if "recompute" in search.fixed:
             offload_gain.refuse_useless(found.memory, found.plan, search.memory_of)
     return found
@@ -97,6 +101,13 @@ def _changed(
     )
 
 
+def _of_changed(way: WayOut, refused: SnugfitError) -> SnugfitError:
+    """An error of a changed job, which says so."""
+    facts = {name: value for name, value in vars(refused).items() if name not in ("what", "got", "expected", "hint")}
+    said = f"{way.name} is allowed, but with it: {refused.what}"
+    return type(refused)(said, got=refused.got, expected=refused.expected, hint=refused.hint, **facts)
+
+
 def _reasons(way: WayOut, decided: Mapping[str, Any], fixed: Mapping[str, Any]) -> dict[str, str]:
     """Why fields are as they are that a change decides: nobody gave them."""
     return {name: f"{way.name} decides it: {way.change}" for name in decided if name not in fixed}
@@ -106,7 +117,7 @@ def _check_agreement(way: WayOut, decided: Mapping[str, Any], fixed: Mapping[str
     for name, value in decided.items():
         if fixed.get(name, value) != value:
             raise PlanError(
-                f"{way.name} takes another {name} than the one that is given",
+                f"its {name} must be another than the one that is given",
                 got=f"{name}={fixed[name]!r}",
                 expected=f"{name}={value!r}: {way.change}",
                 hint=f"leave {name} out",

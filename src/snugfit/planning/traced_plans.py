@@ -5,6 +5,7 @@ Entry points: ``TracedPlan``, ``traced_plan`` and ``undominated``.
 
 import gc
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,15 +35,17 @@ class TracedPlan:
     "What a micro-batch moves to the host in forward and back."
 
 
-def whole_window(trace: Trace, plan: Plan) -> list[Work]:
-    """The work of all micro-batches of a window, of which a trace runs two full ones and the tail."""
-    work = list(trace.work)
+def whole_window(trace: Trace, plan: Plan) -> Counter[Work]:
+    """The work of all micro-batches of a window, of which a trace may run two full ones and the tail only."""
+    work = Counter(trace.work)
     starts = trace.micro_batch_starts
     missing = plan.accumulation_steps - len(starts)
-    if missing <= 0:
+    if missing <= 0 or len(starts) < 2:
         return work
-    last_backward = max(i for i, item in enumerate(work) if item.phase == "backward")
-    return work + work[starts[1] : (*starts, last_backward + 1)[2]] * missing
+    last_backward = max(i for i, item in enumerate(trace.work) if item.phase == "backward")
+    for item, times_run in Counter(trace.work[starts[1] : (*starts, last_backward + 1)[2]]).items():
+        work[item] += missing * times_run
+    return work
 
 
 def traced_plan(job: Job, plan: Plan, device: Device, budget_bytes: int) -> TracedPlan:
@@ -67,7 +70,7 @@ def traced_plan(job: Job, plan: Plan, device: Device, budget_bytes: int) -> Trac
         memory=report,
         fits=report.fits(budget_bytes),
         step_time_s=sum(phases.values()) + reducing,
-        flops=sum(item.flops for item in work),
+        flops=sum(item.flops * times_run for item, times_run in work.items()),
         offloaded_bytes=_offloaded_bytes(trace, plan),
     )
 

@@ -47,6 +47,7 @@ def ways_out(
     allow: Collection[str] | None = None,
     step_time_s: float | None = None,
     model: nn.Module | None = None,
+    is_planned_next: bool = False,
 ) -> tuple[WayOut, ...]:
     """Work out what each way out would need and cost, and return the rows: what fits first, then the cheapest.
 
@@ -62,12 +63,14 @@ def ways_out(
         allow: Names of the ways that are wanted; None means all.
         step_time_s: Modelled seconds of an update under that plan; None: those of the job as it is traced here.
         model: The job's model, data or not; None: it is built without data.
+        is_planned_next: Whether a changed job is planned next, which tells whether it can be.
 
     Raises:
         PlanError: An unknown name.
     """
     check_names(allow or ())
-    case = Case(job, plan, device, budget_bytes, tracing.skeleton(job) if model is None else model)
+    model = tracing.skeleton(job) if model is None else model
+    case = Case(job, plan, device, budget_bytes, model, is_planned_next=is_planned_next)
     wanted = [name for name in NAMES if allow is None or name in allow]
     # Beside the others what holds no job, which would not come back; here all of it if its traces are to tell the time.
     apart = [name for name in wanted if name not in RUN and step_time_s is not None]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from snugfit.errors import PlanError, UnsupportedError, warn
-from snugfit.jobs import Job
+from snugfit.jobs import Job, check_module
 from snugfit.plans import Plan
 from snugfit.training import closures, gradients, precision, updates, wide_sums
 
@@ -105,8 +105,9 @@ def check_parameters(model: nn.Module) -> None:
     """Refuse a model in which there is nothing to train.
 
     Raises:
-        PlanError: No parameters.
+        PlanError: No model, or no parameters.
     """
+    check_module(model, "there is no model to train")
     if next(model.parameters(), None) is None:
         raise PlanError(
             "the model has no parameters",
@@ -287,6 +288,13 @@ def _check_bf16(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
 
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    if not optimizers:
+        raise PlanError(
+            "there is no optimizer: nothing would be trained",
+            got="an empty sequence",
+            expected="a torch.optim.Optimizer, or a sequence of them",
+            hint="pass torch.optim.AdamW(model.parameters())",
+        )
     ours = {id(parameter) for parameter in model.parameters()}
     for optimizer in optimizers:
         name = type(optimizer).__name__

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from snugfit.errors import BatchError, SnugfitError, warn
+from snugfit.errors import BatchError, PlanError, SnugfitError, warn
 from snugfit.jobs import Count, is_unsaid
 
 _IGNORED_LABEL = -100
@@ -58,11 +58,27 @@ def tokens(
     Returns:
         Function of a micro-batch, to be given as ``count``.
 
+    Raises:
+        PlanError: An argument of another kind.
+
     Example:
         >>> import torch
         >>> tokens(shift=True)({"labels": torch.tensor([[7, 8, -100], [7, -100, -100]])})
         1.0
     """
+    checks = (
+        ("ignore_index", ignore_index, isinstance(ignore_index, int) and not isinstance(ignore_index, bool)),
+        ("shift", shift, isinstance(shift, bool)),
+        ("key", key, isinstance(key, (str, int)) and not isinstance(key, bool)),
+    )
+    for name, value, is_right in checks:
+        if not is_right:
+            raise PlanError(
+                f"tokens cannot count by this {name}",
+                got=f"{name}={value!r}",
+                expected="ignore_index a whole number, shift True or False, key a name or an index",
+                hint='write snugfit.tokens(ignore_index=-100, shift=False, key="labels")',
+            )
     return _Tokens(ignore_index, shift, key)
 
 

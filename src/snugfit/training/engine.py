@@ -25,6 +25,7 @@ from snugfit.training import (
     precision,
     recovery,
     schedules,
+    splitting,
     weighting,
     windows,
 )
@@ -206,6 +207,11 @@ class Engine:
         parts, counts = MicroBatches(), list[float]()
         sizes: list[int] = []
         for whole in given:
+            if self._split is None and splitting.samples_or_none(whole) == 0:  # there is nothing to cut
+                parts.append(whole)
+                counts += self._counts_of([whole])
+                sizes.append(0)
+                continue
             some, theirs = self.prepare(whole, size)
             parts += some
             counts += theirs

@@ -47,12 +47,19 @@ def track(engine: "Engine", decay: float = 0.95) -> "Tracker":
     Raises:
         PlanError: A decay outside of its range, or the engine is tracked already.
     """
-    if not (isinstance(decay, (int, float)) and 0 <= decay < 1):
+    if isinstance(decay, bool) or not (isinstance(decay, (int, float)) and 0 <= decay < 1):
         raise PlanError(
             "decay is outside of its range",
             got=f"decay={decay!r}",
             expected="at least 0, below 1",
             hint="leave it out for 0.95",
+        )
+    if not hasattr(engine, "runner"):
+        raise PlanError(
+            "gradient noise is tracked in the windows of an engine",
+            got=type(engine).__name__,
+            expected="a snugfit.Engine",
+            hint="make it first: engine = snugfit.Engine(model, optimizer, loss=loss)",
         )
     if engine.runner.observer is not None:
         raise PlanError(

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from snugfit.errors import PlanError, UnsupportedError, warn
+from snugfit.jobs import check_module
 from snugfit.training import splitting
 
 HALF = (torch.float16, torch.bfloat16)
@@ -183,9 +184,11 @@ def keep_fp32(model: nn.Module, *patterns: str | type[nn.Module]) -> Islands:
         Handle with ``covered`` and ``remove()``.
 
     Raises:
-        PlanError: A pattern that matches no module, or a module whose weights are not fp32; nothing is changed then.
+        PlanError: No model, a pattern that matches no module, or a module whose weights are not fp32; nothing is
+            changed then.
         UnsupportedError: A scripted module.
     """
+    check_module(model, "there is no model to keep parts of in fp32")
     plain: nn.Module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     modules = {name: module for pattern in patterns for name, module in _matching(plain, pattern)}
     if not modules:

@@ -34,7 +34,7 @@ def scale(lr: float, factor: float, rule: str = "linear") -> float:
         >>> scale(0.1, 32 / 8, rule="sqrt")
         0.2
     """
-    if rule not in RULES:
+    if not isinstance(rule, str) or rule not in RULES:
         raise PlanError(
             "unknown rule of scaling a learning rate",
             got=f"rule={rule!r}",
@@ -81,6 +81,13 @@ def warmup(optimizer: Optimizer, steps: int, after: LRScheduler | None = None) -
         >>> optimizer.param_groups[0]["lr"]
         0.2
     """
+    if not isinstance(optimizer, Optimizer):
+        raise PlanError(
+            "a warm-up needs the optimizer whose rates rise",
+            got=type(optimizer).__name__,
+            expected="a torch.optim.Optimizer",
+            hint="pass the optimizer first: warmup(optimizer, steps)",
+        )
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise PlanError(
             "a warm-up takes a whole number of updates",

@@ -81,9 +81,11 @@ def check_options(ignore_index: Any, reduction: Any, label_smoothing: Any, logit
             hint="multiply the hidden states by a learnable scale: chunked_cross_entropy(hidden * scale, ...)",
         )
     is_right = (
-        reduction in _REDUCTIONS
+        isinstance(reduction, str)
+        and reduction in _REDUCTIONS
         and all(_is_number(value) for value in (ignore_index, label_smoothing, logit_scale))
         and isinstance(ignore_index, int)
+        and abs(ignore_index) < 2**63
         and 0 <= label_smoothing <= 1
     )
     if not is_right:

@@ -24,6 +24,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -129,14 +130,14 @@ class Losses:
             self._fix(denominator, total)
 
     def totals(
-        self, device: torch.device, is_refused: bool = False, *, agree: bool = False
+        self, nothing: Tensor, is_refused: bool = False, *, agree: bool = False
     ) -> tuple[Tensor, dict[str, Number], Number, bool]:
         """Loss, metrics and count of the window over all ranks, and whether any of them refused it.
 
         The count is the job's where that is known, else the first that a loss reports; it is 0 only if all are.
 
         Args:
-            device: Where losses are.
+            nothing: A loss of 0, of the device and the type of losses: what a rank brings that ran none.
             is_refused: Whether this rank refuses the window.
             agree: Whether ranks ask each other for it, in the same message; the host then waits for the answer.
 
@@ -148,7 +149,7 @@ class Losses:
             self.denominators.append(Denominator(False, self._shares.reference))
         lone = self.denominators[0] if len(self.denominators) == 1 else None
         names = sorted(self._metrics)
-        losses = [_as_tensor(denominator.loss, device) for denominator in self.denominators]
+        losses = [one.loss if isinstance(one.loss, Tensor) else nothing for one in self.denominators]
         reported = [lone.reported] if lone is not None else []
         flags = [float(is_refused)] if agree else []
         sums = list(self._reduce([*losses, *reported, *(v for name in names for v in self._metrics[name]), *flags]))
@@ -340,8 +341,12 @@ class Losses:
             )
 
     def _add_metrics(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
+        if not isinstance(metrics, Mapping):
+            raise _bad_metric(type(metrics).__name__)
         for name, pair in metrics.items():
-            total, count = (v.detach() if isinstance(v, Tensor) else float(v) for v in pair)
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_scalar, pair)):
+                raise _bad_metric(f"{name!r}: {pair!r}")
+            total, count = (v.detach().reshape(()) if isinstance(v, Tensor) else float(v) for v in pair)
             sums = self._metrics.get(name, (0.0, 0.0))
             self._metrics[name] = (sums[0] + total, sums[1] + count)
 
@@ -369,8 +374,17 @@ def _detached(count: Number) -> Number:
     )
 
 
-def _as_tensor(loss: Number, device: torch.device) -> Tensor:
-    return loss if isinstance(loss, Tensor) else torch.zeros((), device=device)
+def _is_scalar(value: object) -> bool:
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
+
+
+def _bad_metric(got: str) -> PlanError:
+    return PlanError(
+        "Loss.metrics does not say what is to be averaged",
+        got=got,
+        expected="a mapping of name to (sum, count), both numbers or 0-dimensional tensors",
+        hint='return snugfit.Loss(total, count, metrics={"accuracy": (hits.sum(), count)})',
+    )
 
 
 def _ratio(total: Number, count: Number) -> Number:

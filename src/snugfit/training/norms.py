@@ -204,7 +204,7 @@ def set_momentum(model: nn.Module, value: float | None, weight_of: str = "new") 
         >>> layer.momentum
         0.25
     """
-    if weight_of not in ("new", "old") or (value is None and weight_of == "old"):
+    if not isinstance(weight_of, str) or weight_of not in ("new", "old") or (value is None and weight_of == "old"):
         raise PlanError(
             "unknown convention of a momentum",
             got=f"value={value!r}, weight_of={weight_of!r}",

@@ -5,6 +5,7 @@ the host, constant within a window; whether a window overflowed is handed in, so
 """
 
 import functools
+import math
 import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from snugfit import hardware
 from snugfit.errors import PlanError, warn
-from snugfit.jobs import LossScale
+from snugfit.jobs import LossScale, check_module
 from snugfit.plans import PRECISIONS, nearest
 from snugfit.training.islands import HALF
 from snugfit.training.islands import keep_fp32 as keep_fp32
@@ -40,7 +41,7 @@ def autocast(precision: str, device: torch.device | str, *, cache_enabled: bool 
     check_name(precision)
     if precision not in _DTYPES:
         return nullcontext()
-    type_, dtype = torch.device(device).type, _DTYPES[precision]
+    type_, dtype = _type_of(device), _DTYPES[precision]
     if not _has_half_types(type_) and not _can_be_on(type_, dtype):
         raise PlanError(
             f"the device does not have the precision {precision!r}",
@@ -51,13 +52,30 @@ def autocast(precision: str, device: torch.device | str, *, cache_enabled: bool 
     return torch.autocast(type_, dtype=dtype, cache_enabled=cache_enabled)
 
 
+def _type_of(device: torch.device | str) -> str:
+    """The type of a device.
+
+    Raises:
+        PlanError: Not a device of torch.
+    """
+    try:
+        return torch.device(device).type
+    except (TypeError, RuntimeError, ValueError) as error:
+        raise PlanError(
+            "this is not a device of torch",
+            got=f"device={device!r}",
+            expected='a torch.device, or its name: "cuda", "cpu"',
+            hint="pass next(model.parameters()).device",
+        ) from error
+
+
 def check_name(precision: object) -> None:
     """Refuse a precision that there is not.
 
     Raises:
         PlanError: Unknown.
     """
-    if precision not in PRECISIONS:
+    if not isinstance(precision, str) or precision not in PRECISIONS:
         raise PlanError(
             "unknown precision",
             got=f"precision={precision!r}",
@@ -83,7 +101,7 @@ def resolve(precision: str, device: torch.device | str | hardware.Device) -> tup
         >>> resolve("auto", "rtx-3090")[0], resolve("auto", "t4")[0], resolve("auto", "cpu")[0]
         ('bf16-mixed', '16-mixed', '32-true')
     """
-    if precision != "auto":
+    if not isinstance(precision, str) or precision != "auto":
         check_name(precision)
         if isinstance(device, torch.device):
             autocast(precision, device)
@@ -149,9 +167,21 @@ class Scaler:
         return {"scale": self.scale, "clean_windows": self._clean_windows}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a saved state, within the bounds that are set now."""
-        self.scale = min(max(float(state["scale"]), self.settings.floor), self.settings.cap)
-        self._clean_windows = int(state["clean_windows"])
+        """Go on from a saved state, within the bounds that are set now.
+
+        Raises:
+            PlanError: The saved scale is not finite.
+        """
+        scale, clean_windows = float(state["scale"]), int(state["clean_windows"])
+        if not math.isfinite(scale):
+            raise PlanError(
+                "a saved loss scale is no number to multiply by",
+                got=f"scale={scale}",
+                expected="a finite number",
+                hint="load another saved state",
+            )
+        self.scale = min(max(scale, self.settings.floor), self.settings.cap)
+        self._clean_windows = clean_windows
 
 
 def scaler(precision: str, loss_scale: LossScale | None) -> Scaler | None:
@@ -236,7 +266,11 @@ def to_fp32_masters(model: nn.Module) -> tuple[str, ...]:
 
     Returns:
         Names of the parameters that were converted.
+
+    Raises:
+        PlanError: The model is none.
     """
+    check_module(model, "there is no model to convert to fp32")
     names = _half_weights(model)
     for name in names:
         parameter = model.get_parameter(name)

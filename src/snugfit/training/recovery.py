@@ -92,7 +92,7 @@ def largest(batches: Sequence[Any], split: Callable[[Any, int], list[Any]] | Non
     """
     if split is not None:
         return max(len(split(batch, 1)) for batch in batches)
-    return max(map(splitting.num_samples, batches))
+    return max(map(splitting.samples_or_none, batches))
 
 
 def halved(size: int, failure: str) -> int:

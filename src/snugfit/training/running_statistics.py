@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from snugfit.errors import UnsupportedError
+from snugfit.jobs import check_module
 from snugfit.training.holders import Holders, let_go
 from snugfit.training.recomputation import is_recomputing
 from snugfit.training.torch_private import in_backward
@@ -44,7 +45,12 @@ _OF_TORCH = (BATCH_NORM.forward, nn.SyncBatchNorm.forward, INSTANCE_NORM.forward
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """The module inside of DDP."""
+    """The module inside of DDP.
+
+    Raises:
+        PlanError: The model is none.
+    """
+    check_module(model, "there is no model to look through for normalisation layers")
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 

@@ -1,11 +1,11 @@
 """Learning-rate schedulers under the engine: one step per update, and nobody else's.
 
-Entry points: ``accepted``, ``states`` and ``Positions``. Making schedulers is torch's, scaling rates
+Entry points: ``accepted``, ``states``, ``load`` and ``Positions``. Making schedulers is torch's, scaling rates
 ``learning_rate``'s.
 """
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ def accepted(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> tup
                 expected="a scheduler whose step() takes no argument",
                 hint="leave it out of the engine and call its step(metric) after each evaluation",
             )
-        if isinstance(one, type) or not callable(getattr(one, "step", None)):
+        is_optimizer = hasattr(one, "param_groups")  # whose step() would be an update
+        if isinstance(one, type) or is_optimizer or not callable(getattr(one, "step", None)):
             raise PlanError(
                 "this is not a learning-rate scheduler",
                 got=f"scheduler={one!r}",
@@ -98,6 +99,30 @@ def states(schedulers: Iterable[Any]) -> list[Any]:
                 hint=f"give {type(one).__name__} both, or leave it out of the engine and call its step in the loop",
             )
     return [one.state_dict() for one in schedulers]
+
+
+def load(scheduler: Any, saved: Any) -> None:
+    """Let a scheduler go on from what it said of itself.
+
+    Raises:
+        PlanError: That was another kind of scheduler.
+    """
+    own = scheduler.state_dict()
+    if isinstance(own, Mapping):
+        unknown, missing = _entries(saved) - _entries(own), _entries(own) - _entries(saved)
+        is_placed = "last_epoch" not in own or isinstance(saved.get("last_epoch"), int)
+        if (unknown and missing) or not is_placed:
+            raise PlanError(
+                "a saved state has another scheduler",
+                got=f"one with {', '.join(sorted(_entries(saved))) or 'nothing'}",
+                expected=f"that of {type(scheduler).__name__}, with {', '.join(sorted(_entries(own)))}",
+                hint="build the engine as it was built when the state was saved",
+            )
+    scheduler.load_state_dict(saved)
+
+
+def _entries(state: Mapping[Any, Any]) -> set[str]:
+    return {str(name) for name in state if not str(name).startswith("_")}
 
 
 def _needed_arguments(step: Any) -> list[str]:

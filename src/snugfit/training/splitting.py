@@ -1,7 +1,7 @@
 """Cuts a batch into micro-batches and moves one to a device.
 
 Entry points: ``split``, ``num_samples``, ``resize``, ``move`` and ``map_tensors``. Nothing is copied by cutting:
-tensors of a micro-batch are views of the batch's. What a batch is weighted by is ``counting``'s.
+tensors of a micro-batch are views of the batch's, but for sparse ones. What a batch is weighted by is ``counting``'s.
 """
 
 import copy
@@ -60,8 +60,23 @@ def num_samples(batch: Any) -> int:
     Raises:
         BatchError: No tensor with a dimension, no sample, or tensors that disagree; names both paths and sizes.
     """
+    number = samples_or_none(batch)
+    if number == 0:
+        path, _ = next(_tensors(batch, "batch"))
+        raise BatchError(
+            "a batch holds no sample", got=f"{path} has 0", expected="at least 1", hint="leave empty batches out"
+        )
+    return number
+
+
+def samples_or_none(micro_batch: Any) -> int:
+    """Number of samples of a micro-batch, which may be none: it then counts nothing.
+
+    Raises:
+        BatchError: No tensor with a dimension, or tensors that disagree; names both paths and sizes.
+    """
     first: tuple[str, int] | None = None
-    for path, tensor in _tensors(batch, "batch"):
+    for path, tensor in _tensors(micro_batch, "batch"):
         if first is None:
             first = (path, tensor.shape[0])
         elif tensor.shape[0] != first[1]:
@@ -76,13 +91,9 @@ def num_samples(batch: Any) -> int:
     if first is None:
         raise BatchError(
             "a batch holds no tensor with a dimension, so it cannot be cut",
-            got=f"batch of type {type(batch).__name__}",
+            got=f"batch of type {type(micro_batch).__name__}",
             expected="at least one tensor whose first dimension is samples",
             hint="convert lists and arrays with torch.as_tensor, or pass split=",
-        )
-    if first[1] == 0:
-        raise BatchError(
-            "a batch holds no sample", got=f"{first[0]} has 0", expected="at least 1", hint="leave empty batches out"
         )
     return first[1]
 
@@ -138,7 +149,7 @@ def _cut(value: Any, size: int, chosen: slice | list[int], path: str) -> Any:
     A slice makes a micro-batch, which holds bare what is ``Shared``; a list makes another batch, which is still cut.
     """
     if isinstance(value, Tensor):
-        return value[chosen] if value.dim() else value
+        return _rows(value, size, chosen) if value.dim() else value
     if isinstance(value, Shared):
         return value.value if isinstance(chosen, slice) else value
     if _is_column(value, size):
@@ -157,15 +168,25 @@ def _cut(value: Any, size: int, chosen: slice | list[int], path: str) -> Any:
     )
 
 
+def _rows(tensor: Tensor, size: int, chosen: slice | list[int]) -> Tensor:
+    """The chosen samples of a tensor; sparse ones know no slices."""
+    if tensor.layout != torch.sparse_coo:
+        return tensor[chosen]
+    places = range(size)[chosen] if isinstance(chosen, slice) else chosen
+    return tensor.index_select(0, torch.tensor(list(places), device=tensor.device))
+
+
 def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     """Every tensor with a dimension and where it is; what is ``Shared`` is not looked into."""
     if isinstance(value, Tensor):
-        if value.is_nested:
+        if value.is_nested or value.layout not in (torch.strided, torch.sparse_coo):
+            kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
             raise BatchError(
-                f"a batch holds a nested tensor, which cannot be cut: {path}",
+                f"a batch holds a {kind} tensor, which cannot be cut: {path}",
                 got=f"{type(value).__name__} at {path}",
-                expected="tensors whose samples are their first dimension",
-                hint="pad it, or pass split=",
+                expected="dense or sparse_coo tensors whose samples are their first dimension",
+                hint="pad it, convert it with .to_sparse(), wrap what is not per sample in snugfit.Shared, or pass "
+                "split=",
                 path=path,
             )
         if value.dim():

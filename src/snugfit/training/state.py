@@ -7,20 +7,22 @@ NOTE [A state is a copy]
 1. What torch's ``state_dict`` returns are the tensors that the next update writes to, and ``load_state_dict`` of an
    optimizer keeps the tensors that it gets. So both are copied: a state that stays in memory can be loaded, again and
    again. That costs the memory of weights, optimizer state and masters once more, on the host, wherever they are.
-2. Loading checks everything before it changes anything. Only the model may still refuse what looks right (hooks of its
-   own that rename entries); it is loaded first and set back then.
+2. Loading checks the form of everything before it changes anything. What looks right may still be refused where it is
+   loaded: all but the weights is set back then, which costs nothing (an optimizer gets new tensors for its state). The
+   model comes last and sets itself back (hooks of its own may rename entries).
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from snugfit.errors import PlanError
-from snugfit.training import random_states, schedules, updates
+from snugfit.errors import PlanError, SnugfitError
+from snugfit.training import random_states, recovery, schedules, updates
 from snugfit.training.precision import Scaler
 from snugfit.training.weighting import Number
 
@@ -83,20 +85,64 @@ def load(parts: Parts, progress: Progress, state: Mapping[str, Any]) -> None:
         update.check_state(saved)
     named = state.get("model", {})
     full = {id(parameter): named[name] for name, parameter in parts.model.named_parameters() if name in named}
-    if "model" in state:
-        _load_model(parts.model, state["model"])
+    with _all_or_nothing(parts, progress):
+        for optimizer, one in zip(parts.optimizers, state["optimizers"], strict=True):
+            _load_optimizer(optimizer, one)
+        for scheduler, one in zip(parts.schedulers, state["schedulers"], strict=True):
+            schedules.load(scheduler, _copied(one, {}))
+        if parts.scaler is not None and state["scaler"] is not None:
+            parts.scaler.load_state_dict(state["scaler"])
+        for field in fields(progress):
+            setattr(progress, field.name, state["progress"].get(field.name, field.default))
+        random_states.restore(state["random"], parts.device)
+        if "model" in state:
+            _load_model(parts.model, state["model"])
     for update, saved in zip(trained, weights, strict=True):
         update.load_state_dict(saved, full)
     torch.clear_autocast_cache()  # casts of the old weights, where the caller's own autocast is open
-    for optimizer, saved in zip(parts.optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(_copied(saved, {}))
-    for scheduler, saved in zip(parts.schedulers, state["schedulers"], strict=True):
-        scheduler.load_state_dict(_copied(saved, {}))
-    if parts.scaler is not None and state["scaler"] is not None:
-        parts.scaler.load_state_dict(state["scaler"])
-    for field in fields(progress):
-        setattr(progress, field.name, state["progress"].get(field.name, field.default))
-    random_states.restore(state["random"], parts.device)
+
+
+@contextmanager
+def _all_or_nothing(parts: Parts, progress: Progress) -> Iterator[None]:
+    """The context of loading: where it fails, all but the weights is as it was; see the NOTE, 2.
+
+    Raises:
+        PlanError: It failed.
+    """
+    optimizers = [(optimizer, optimizer.state, optimizer.param_groups) for optimizer in parts.optimizers]
+    schedulers = _copied(schedules.states(parts.schedulers), {})
+    scaler = None if parts.scaler is None else parts.scaler.state_dict()
+    numbers, random = copy.copy(progress), random_states.take(parts.device)
+    try:
+        yield
+    except Exception as error:
+        for optimizer, kept, groups in optimizers:
+            optimizer.state, optimizer.param_groups = kept, groups
+        for scheduler, before in zip(parts.schedulers, schedulers, strict=True):
+            scheduler.load_state_dict(before)
+        if parts.scaler is not None and scaler is not None:
+            parts.scaler.load_state_dict(scaler)
+        for field in fields(progress):
+            setattr(progress, field.name, getattr(numbers, field.name))
+        random_states.restore(random, parts.device)
+        if isinstance(error, SnugfitError) or recovery.is_out_of_memory(error):
+            raise
+        raise _no_state(f"what cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load groups and state.
+
+    Raises:
+        PlanError: They are those of another optimizer, whose options this one does not find in them.
+    """
+    optimizer.load_state_dict(_copied(saved, {}))
+    missing = [name for group in optimizer.param_groups for name in optimizer.defaults if name not in group]
+    if missing:
+        own = ", ".join(name for name in saved["param_groups"][0] if name != "params")
+        raise _of_another(
+            "optimizer", f"groups with {own}", f"{type(optimizer).__name__}, which needs {missing[0]} in each"
+        )
 
 
 def _check(parts: Parts, state: Any) -> None:
@@ -115,16 +161,25 @@ def _check(parts: Parts, state: Any) -> None:
         missing = [key for key in needed if key not in state[name]]
         if missing:
             raise _no_state(f"{name!r} without {', '.join(missing)}")
+    for name in ("steps", "micro_steps", "samples", "skipped_in_a_row"):
+        if not isinstance(state["progress"][name], int):
+            raise _no_state(f"'progress' with {name}={state['progress'][name]!r}")
     for name, ours in (("optimizers", parts.optimizers), ("schedulers", parts.schedulers)):
         if len(state[name]) != len(ours):
             raise _of_another(f"number of {name}", str(len(state[name])), str(len(ours)))
         if not all(isinstance(one, Mapping) for one in state[name]):
             raise _no_state(f"{name!r} holds {', '.join(type(one).__name__ for one in state[name])}")
-    if len(state.get("weights", parts.optimizers)) != len(parts.optimizers):
-        raise _of_another("number of master weights", str(len(state["weights"])), str(len(parts.optimizers)))
+    weights = state.get("weights", [{}] * len(parts.optimizers))
+    if not isinstance(weights, list) or not all(isinstance(one, Mapping) for one in weights):
+        raise _no_state(f"'weights' is {type(weights).__name__}, not a list of what belongs to each optimizer")
+    if len(weights) != len(parts.optimizers):
+        raise _of_another("number of master weights", str(len(weights)), str(len(parts.optimizers)))
     for optimizer, saved in zip(parts.optimizers, state["optimizers"], strict=True):
         if "param_groups" not in saved or "state" not in saved:
             raise _no_state(f"an optimizer with keys {', '.join(map(repr, saved))}")
+        groups = saved["param_groups"]
+        if not isinstance(groups, list) or not all(isinstance(g, Mapping) and "params" in g for g in groups):
+            raise _no_state("an optimizer whose param_groups are no groups of parameters")
         theirs, mine = ([len(group["params"]) for group in g] for g in (saved["param_groups"], optimizer.param_groups))
         if theirs != mine:
             name = type(optimizer).__name__

@@ -202,7 +202,8 @@ class Window:
         """The context of forward and backward of micro-batch i: ranks reduce gradients here, or do not."""
         self._index = i
         wrapped = isinstance(self._model, nn.parallel.DistributedDataParallel)
-        self._reduces = wrapped and self._hooks.synchronises(i, self._last + 1)
+        is_possible = self._weighting.in_step or i == self._last  # else ranks would wait for a reduction too many
+        self._reduces = wrapped and is_possible and self._hooks.synchronises(i, self._last + 1)
         with self._model.no_sync() if wrapped and not self._reduces else nullcontext():  # type: ignore[operator]
             yield
         if self._observer is not None and self._first is None:
@@ -294,7 +295,7 @@ class Window:
         if len(self._losses.denominators) > 1 and not self._is_folded:
             self._fold()
         loss, metrics, count, is_refused = self._losses.totals(
-            self._device, self._is_refused, agree=self._may_be_refused and self._ranks > 1
+            self._nothing, self._is_refused, agree=self._may_be_refused and self._ranks > 1
         )
         factor = 1.0 if self._is_folded else self._losses.denominators[0].factor
         is_empty = is_zero(self._losses.counted)
@@ -373,8 +374,9 @@ class Window:
             self._first = (norm * (factor if self._loss_scale is None else factor / self._loss_scale), count)
 
     @property
-    def _device(self) -> torch.device:
-        return next(self._model.parameters()).device
+    def _nothing(self) -> Tensor:
+        weight = next(self._model.parameters())
+        return torch.zeros((), dtype=torch.promote_types(weight.dtype, torch.float32).to_real(), device=weight.device)
 
     def _release(self) -> None:
         """Drop the gradients of the model and of all optimizers."""

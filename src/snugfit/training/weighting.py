@@ -37,6 +37,8 @@ class Weighting:
     total: float | None
     equal: bool
     reference: float
+    in_step: bool = True
+    "Whether all ranks run as many micro-steps, so that they can reduce gradients in each."
 
 
 def agree(counts: Sequence[float | None], reduce_counts: Reduce, ranks: int) -> Weighting:
@@ -49,10 +51,11 @@ def agree(counts: Sequence[float | None], reduce_counts: Reduce, ranks: int) -> 
     known = [count for count in counts if count is not None]
     first = known[0] if known else 0.0
     alike = len(known) == len(counts) and all(count == first for count in known)
-    number = len(counts)
-    local = [sum(known), first, first * first, number, number * number, not alike, len(known) < number, sum(known) == 0]
-    summed = reduce_counts([float(value) for value in local])
-    total, firsts, squares, numbers, number_squares, unlike, unknown, empty = (float(value) for value in summed)
+    number, runs = len(counts), sum(count != 0 for count in counts)
+    local = [sum(known), not alike, len(known) < number, sum(known) == 0]
+    pairs = [first, first * first, number, number * number, runs, runs * runs]
+    summed = reduce_counts([float(value) for value in (*local, *pairs)])
+    total, unlike, unknown, empty, firsts, squares, numbers, number_squares, run, run_squares = map(float, summed)
     if numbers == 0:
         raise BatchError(
             "a window without micro-batches",
@@ -60,8 +63,11 @@ def agree(counts: Sequence[float | None], reduce_counts: Reduce, ranks: int) -> 
             expected="at least one micro-batch",
             hint="leave the call out where a loader has nothing left, or iterate over engine.windows(loader)",
         )
+    # equal on all ranks: sums and sums of squares agree only then (Cauchy and Schwarz)
+    as_many = ranks * number_squares == numbers * numbers
+    in_step = as_many and ranks * run_squares == run * run
     if unknown:
-        return Weighting(None, False, 1.0)
+        return Weighting(None, False, 1.0, in_step)
     if empty and total > 0:
         raise UnsupportedError(
             "a rank has nothing to train on while others have",
@@ -69,9 +75,8 @@ def agree(counts: Sequence[float | None], reduce_counts: Reduce, ranks: int) -> 
             expected="a count above 0 on every rank, or on none",
             hint="give every rank a share of each batch",
         )
-    # equal on all ranks: sums and sums of squares agree only then (Cauchy and Schwarz)
-    equal = not unlike and ranks * squares == firsts * firsts and ranks * number_squares == numbers * numbers
-    return Weighting(total, equal, float(power_of_two(total / ranks)))
+    equal = not unlike and ranks * squares == firsts * firsts and as_many
+    return Weighting(total, equal, float(power_of_two(total / ranks)), in_step)
 
 
 def power_of_two(value: Number) -> Number:
@@ -200,7 +205,13 @@ def term(value: Any, count: Number | None, only: Any) -> Term:
     if isinstance(value, Loss):
         own = value.count if count is None else count
         reach = value.only if only is None else only
-        return Term(_checked(value.total, "Loss.total"), True, own, _inputs(reach), value.metrics or {})
+        return Term(
+            _checked(value.total, "Loss.total"),
+            True,
+            own,
+            _inputs(reach),
+            {} if value.metrics is None else value.metrics,
+        )
     return Term(_checked(value, "the loss"), False, count, _inputs(only), {})
 
 

@@ -111,7 +111,7 @@ def counts_of(micro_batches: Sequence[Any], count: Count) -> list[float]:
     sizes = sizes_of(micro_batches)
     if count == "samples" and sizes is not None:
         return [float(size) for size in sizes]
-    counter = counting.resolve(count, splitting.num_samples)
+    counter = counting.resolve(count, splitting.samples_or_none)
     if count == "samples":  # which are not those of a shared tensor
         return [counter(micro_batch) for micro_batch in micro_batches]
     return [counter(splitting.bare(micro_batch)) for micro_batch in micro_batches]
@@ -126,7 +126,7 @@ def samples_of(micro_batches: Sequence[Any]) -> int:
     """Samples of a window, for counters; none are counted in micro-batches that only the user understands."""
     sizes = sizes_of(micro_batches)
     try:
-        return sum(map(splitting.num_samples, micro_batches)) if sizes is None else sum(sizes)
+        return sum(map(splitting.samples_or_none, micro_batches)) if sizes is None else sum(sizes)
     except BatchError:
         return 0
 
@@ -191,17 +191,25 @@ def grouped(
 
     Raises:
         PlanError: ``accumulation_steps`` below 1, an unknown ``tail`` or ``uneven``.
+        BatchError: The loader is a batch, or cannot be iterated over.
     """
-    if not isinstance(accumulation_steps, int) or accumulation_steps < 1:
+    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:
         raise PlanError(
             "accumulation_steps must be a whole number of at least 1",
             got=f"accumulation_steps={accumulation_steps!r}",
             expected=">= 1",
             hint="pass accumulation_steps=1 or more",
         )
-    if tail not in TAILS:
+    if isinstance(loader, (Tensor, Mapping, str, bytes)) or not isinstance(loader, Iterable):
+        raise BatchError(
+            "this is not a loader of micro-batches",
+            got=type(loader).__name__,
+            expected="an iterable of micro-batches, such as a DataLoader or a list",
+            hint="pass the loader itself; engine.step(batch) cuts a batch",
+        )
+    if not isinstance(tail, str) or tail not in TAILS:
         raise PlanError("unknown tail", got=f"tail={tail!r}", expected=" | ".join(map(repr, TAILS)), hint='use "flush"')
-    if uneven not in UNEVEN:
+    if not isinstance(uneven, str) or uneven not in UNEVEN:
         raise PlanError(
             "unknown uneven", got=f"uneven={uneven!r}", expected=" | ".join(map(repr, UNEVEN)), hint='use "cut"'
         )
@@ -287,7 +295,7 @@ class HandWindow:
                     "a window was left before its last micro-batch",
                     got=f"{self._position + 1} of {len(self._micro_batches)} micro-batches",
                     expected="all of them; to update nothing call window.skip(reason) and go on",
-                    hint="iterate over the whole window",
+                    hint="iterate over the whole window; of two windows, zip(a, b, strict=True) ends both",
                 )
             self._result = self._finish(self._window.finish())
         finally:

@@ -13,7 +13,8 @@ from snugfit.memory.events import Call
 
 CONTIGUOUS: dict[str, tuple[int, ...]] = {
     # `.contiguous()` of inputs and gradients in ATen/native: SoftMax.cpp, layer_norm.cpp, group_norm.cpp,
-    # Embedding.cpp, LossNLL.cpp, Activation.cpp (oneDNN's gelu), ReflectionPad.cpp, PixelShuffle.cpp
+    # Embedding.cpp, LossNLL.cpp, Activation.cpp, ReflectionPad.cpp, ReplicationPadding.cpp,
+    # Distance.cpp, ReduceAllOps.cpp, Bucketization.cpp, LossMultiMargin.cpp
     "_softmax.default": (0,),
     "_log_softmax.default": (0,),
     "_softmax_backward_data.default": (0, 1),
@@ -27,20 +28,29 @@ CONTIGUOUS: dict[str, tuple[int, ...]] = {
     "nll_loss2d_forward.default": (0, 1),
     "nll_loss2d_backward.default": (0, 2),
     "reflection_pad1d.default": (0,),
-    "reflection_pad2d.default": (0,),
     "reflection_pad1d_backward.default": (0,),
-    "reflection_pad2d_backward.default": (0,),
-    "replication_pad2d_backward.default": (0,),
-    "pixel_shuffle.default": (0,),
-    "pixel_unshuffle.default": (0,),
-    "index_select.default": (2,),
+    "reflection_pad3d.default": (0,),
+    "reflection_pad3d_backward.default": (0,),
+    "replication_pad1d.default": (0,),
+    "replication_pad1d_backward.default": (0,),
+    "replication_pad3d.default": (0,),
+    "replication_pad3d_backward.default": (0,),
+    "upsample_nearest3d_backward.default": (0,),
+    "_cdist_forward.default": (0, 1),
+    "_cdist_backward.default": (1, 2),
+    "log_sigmoid_forward.default": (0,),
+    "max.default": (0,),
+    "min.default": (0,),
+    "aminmax.default": (0,),
+    "bucketize.Tensor": (0,),
+    "searchsorted.Tensor": (0, 1),
+    "multi_margin_loss.default": (0,),
+    "multi_margin_loss_backward.default": (1,),
     "index_add.default": (2,),
     "index_add_.default": (2,),
     "grid_sampler_2d_backward.default": (0,),
     "upsample_linear1d_backward.default": (0,),
     "upsample_bicubic2d_backward.default": (0,),
-    "upsample_trilinear3d_backward.default": (0,),
-    "max_pool3d_with_indices_backward.default": (0,),
     "avg_pool3d_backward.default": (0,),
     "avg_pool3d.default": (0,),
     "fractional_max_pool2d_backward.default": (0,),
@@ -49,7 +59,8 @@ CONTIGUOUS: dict[str, tuple[int, ...]] = {
 "Arguments that a kernel copies unless they are contiguous."
 
 CONTIGUOUS_IN_FORMAT: dict[str, tuple[int, ...]] = {
-    # ATen/native/AveragePool2d.cpp, DilatedMaxPool2d.cpp, AdaptiveAveragePooling.cpp, UpSample*.cpp
+    # ATen/native/AveragePool2d.cpp, DilatedMaxPool2d.cpp, AdaptiveAveragePooling.cpp, UpSample*.cpp,
+    # ReflectionPad.cpp, ReplicationPadding.cpp, PixelShuffle.cpp
     "max_pool2d_with_indices.default": (0,),
     "max_pool2d_with_indices_backward.default": (0, 7),
     "avg_pool2d.default": (0,),
@@ -58,8 +69,18 @@ CONTIGUOUS_IN_FORMAT: dict[str, tuple[int, ...]] = {
     "_adaptive_avg_pool2d_backward.default": (0,),
     "adaptive_max_pool2d.default": (0,),
     "adaptive_max_pool2d_backward.default": (0, 2),
+    "max_pool3d_with_indices.default": (0,),
+    "max_pool3d_with_indices_backward.default": (0,),
+    "reflection_pad2d.default": (0,),
+    "reflection_pad2d_backward.default": (0,),
+    "replication_pad2d.default": (0,),
+    "replication_pad2d_backward.default": (0,),
+    "channel_shuffle.default": (0,),
+    "pixel_shuffle.default": (0,),
+    "pixel_unshuffle.default": (0,),
     "upsample_nearest2d_backward.default": (0,),
     "upsample_bilinear2d_backward.default": (0,),
+    "upsample_trilinear3d_backward.default": (0,),
     "_upsample_nearest_exact2d_backward.default": (0,),
 }
 "Arguments that a kernel copies unless they are contiguous, or channels_last, as the input (2nd or 1st argument) is."
@@ -116,9 +137,12 @@ _BUFFER = 60 * 60
 
 
 def _gelu_backward(call: Call) -> int:
-    """OneDNN's kernel copies a gradient that is not contiguous (ATen/native/Activation.cpp, use_mkldnn)."""
+    """OneDNN's kernel copies a gradient and a result that lie otherwise than a contiguous input (Activation.cpp)."""
+    gradient, value = call.args[:2]
     exact = call.kwargs.get("approximate", "none") == "none"
-    return copied(call.args[:1]) if exact and call.args[0].dtype == torch.float32 else 0
+    if not exact or value.dtype != torch.float32 or not value.is_contiguous():
+        return 0
+    return copied([gradient, call.result])
 
 
 def _layer_norm_backward(call: Call) -> int:
@@ -147,38 +171,27 @@ def _batch_norm_backward(call: Call) -> int:
 
 
 def _upsample(call: Call) -> int:
-    """A contiguous input is computed channels_last: copies of input and result, UpSampleKernel.cpp."""
+    """A small result is computed channels_last: copies of input and result that lie otherwise (UpSampleKernel.cpp)."""
     value = call.args[0]
-    return num_bytes(value) + num_bytes(call.result) if value.is_contiguous() and value.shape[1] >= 4 else 0
+    is_small = sum(call.result.shape[-2:]) <= _SMALL_IMAGE
+    has_kernel_of_its_own = call.name == "upsample_bilinear2d.default" and value.shape[1] == 3 and value.is_contiguous()
+    if is_channels_last(value) or not (is_small or has_kernel_of_its_own):
+        return 0
+    return num_bytes(value) + num_bytes(call.result)
+
+
+_SMALL_IMAGE = 128
+"Height and width of the result together."
+
+
+def _dropout_backward(call: Call) -> int:
+    """The gradient without what was dropped, before it is scaled (ATen/native/Dropout.cpp)."""
+    return num_bytes(call.result)
 
 
 def _unfold(call: Call) -> int:
     """im2col pads and copies its input once, once more when it is not contiguous (ATen/native/Im2Col.cpp)."""
     return num_bytes(call.args[0]) + copied(call.args[:1])
-
-
-def _losses(call: Call) -> int:
-    """Before the mean an element-wise loss is a tensor of its own; its mean in a half type is summed in float32."""
-    value = call.args[0]
-    mean = call.args[2] if len(call.args) > 2 else 1
-    return _mean_bytes(value) if mean else 0
-
-
-def _bce_with_logits(call: Call) -> int:
-    """The loss and a term of it live at once (ATen/native/Loss.cpp), then the mean."""
-    value = call.args[0]
-    return num_bytes(value) + _mean_bytes(value)
-
-
-def _mean_bytes(value: Tensor) -> int:
-    half = value.dtype in (torch.bfloat16, torch.float16)
-    return num_bytes(value) + (4 * value.numel() if half else 0)
-
-
-def _loss_result(call: Call) -> dict[int, int]:
-    """The mean is written into the loss of every element, whose storage stays as large (``at::mean_out``)."""
-    mean = call.args[2] if len(call.args) > 2 else 1
-    return {0: num_bytes(call.args[0])} if mean else {}
 
 
 def _col2im_result(call: Call) -> dict[int, int]:
@@ -194,18 +207,13 @@ HIDDEN: dict[str, Callable[[Call], int]] = {
     "gelu_backward.default": _gelu_backward,
     "native_layer_norm_backward.default": _layer_norm_backward,
     "native_group_norm_backward.default": _group_norm_backward,
+    "native_dropout_backward.default": _dropout_backward,
     "native_batch_norm.default": _batch_norm,
     "native_batch_norm_backward.default": _batch_norm_backward,
     "im2col.default": _unfold,
     "col2im.default": lambda call: copied(call.args[:1]),
-    "mse_loss.default": _losses,
-    "smooth_l1_loss.default": _losses,
-    "huber_loss.default": _losses,
-    "binary_cross_entropy_with_logits.default": _bce_with_logits,
 }
 
 RESULTS: dict[str, Callable[[Call], dict[int, int]]] = {
-    "mse_loss.default": _loss_result,
-    "smooth_l1_loss.default": _loss_result,
     "col2im.default": _col2im_result,
 }

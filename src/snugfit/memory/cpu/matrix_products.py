@@ -22,19 +22,27 @@ _DEPTH = 512
 def _product(call: Call) -> int:
     first, second = call.args[-2:] if call.name.startswith(("mm", "bmm")) else call.args[1:3]
     if first.dtype == torch.bfloat16:
-        return packed(first.shape[-2], first.shape[-1], second.shape[-1], is_transposed(first))
+        number = first.shape[0] if first.dim() == 3 else 1
+        return packed(first.shape[-2], first.shape[-1], second.shape[-1], is_transposed(first), number)
     each = num_bytes if first.dim() == 2 else _one_matrix
     return sum(each(operand) for operand in (first, second) if not _blas_reads(operand))
 
 
-def packed(rows: int, depth: int, columns: int, transposed: bool) -> int:
+def packed(rows: int, depth: int, columns: int, transposed: bool, number: int = 1) -> int:
     """Bytes of oneDNN's scratchpad for a product of bfloat16 matrices.
 
     A block of the right operand, one of float32 sums, and one of the left operand where that is transposed; then sums
     that need several blocks of depth are kept for up to 1024 columns. These are the blocks of one thread with AVX-512,
     measured over sizes from 8 to 4096 and exact there; each thread has its own (measured with two).
+
+    Args:
+        rows: Of the left operand.
+        depth: What is summed over.
+        columns: Of the right operand.
+        transposed: Whether the left operand lies so.
+        number: Matrices of a batch, which are multiplied one after the other.
     """
-    if rows * depth * columns <= _SMALL:
+    if number * rows * depth * columns <= _SMALL:
         return 0
     threads = torch.get_num_threads()
     block_rows = _block_rows(rows)
@@ -80,6 +88,9 @@ def _one_matrix(batch: Tensor) -> int:
 
 def _matrix_vector(call: Call) -> int:
     matrix = call.args[0]
+    if matrix.dtype == torch.bfloat16:
+        rows, depth = matrix.shape
+        return packed(rows, depth, 1, is_transposed(matrix))
     return 0 if _blas_reads(matrix) else num_bytes(matrix)
 
 

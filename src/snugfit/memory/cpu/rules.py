@@ -10,7 +10,18 @@ from collections.abc import Callable
 
 import torch
 
-from snugfit.memory.cpu import attention, convolution, copies, matrix_products, recurrent, reductions, types
+from snugfit.memory.cpu import (
+    attention,
+    convolution,
+    copies,
+    lookups,
+    losses,
+    matrix_products,
+    recurrent,
+    reductions,
+    transforms,
+    types,
+)
 from snugfit.memory.cpu.measured import WITHOUT_HIDDEN_MEMORY
 from snugfit.memory.events import Call, tensors_of
 from snugfit.memory.recording import Recorder
@@ -18,7 +29,10 @@ from snugfit.memory.recording import Recorder
 HIDDEN: dict[str, Callable[[Call], int]] = {
     **types.HIDDEN,
     **copies.HIDDEN,
+    **losses.HIDDEN,
+    **lookups.HIDDEN,
     **reductions.HIDDEN,
+    **transforms.HIDDEN,
     **matrix_products.HIDDEN,
     **attention.HIDDEN,
     **convolution.HIDDEN,
@@ -28,6 +42,7 @@ HIDDEN: dict[str, Callable[[Call], int]] = {
 
 RESULTS: dict[str, Callable[[Call], dict[int, int]]] = {
     **copies.RESULTS,
+    **losses.RESULTS,
     **recurrent.RESULTS,
 }
 "Operation to the real sizes of those results (by position) whose fake storage is smaller."

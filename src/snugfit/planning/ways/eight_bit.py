@@ -89,7 +89,7 @@ def row(case: Case) -> WayOut:
         job=with_8bit_optimizer(case.job) if is_there else None,
         notes=(*lacking, "its update is compiled: torch.compile must work", "moments are rounded in blocks of 256"),
     )
-    if found.fits and found.job is not None:
+    if found.fits and found.job is not None and not case.is_planned_next:
         recorded_step.record(found.job, plan, case.device, case.model)  # what is named can be planned
     return found
 

@@ -20,6 +20,7 @@ from snugfit.memory.reports import margin_bytes
 from snugfit.memory.traces import Trace
 from snugfit.planning import cost
 from snugfit.planning.errands import apart
+from snugfit.planning.traced_plans import whole_window
 from snugfit.planning.ways.rewriting import Rewriting
 from snugfit.plans import Plan
 
@@ -87,15 +88,8 @@ class RecordedStep:
         return 4 if self.plan.precision == "32-true" else 2
 
     def seconds(self) -> dict[str, float]:
-        """Modelled seconds of one update by phase; micro-batches that were not traced repeat the second one."""
-        work, starts = self.trace.work, self.trace.micro_batch_starts
-        seconds = cost.breakdown(work, self.device)
-        missing = self.plan.accumulation_steps - len(starts)
-        if missing > 0 and len(starts) > 1:
-            last = max(i for i, item in enumerate(work) if item.phase == "backward")
-            for phase, again in cost.breakdown(work[starts[1] : last + 1], self.device).items():
-                seconds[phase] += missing * again
-        return seconds
+        """Modelled seconds of one update by phase."""
+        return cost.breakdown(whole_window(self.trace, self.plan), self.device)
 
     def needed_bytes(self, trace: Trace) -> int:
         """Peak reserved, context and margin of a changed step, without its report."""

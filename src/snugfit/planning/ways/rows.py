@@ -93,12 +93,23 @@ class Case:
         device: What it is planned for.
         budget_bytes: Of one card.
         model: The job's, data or not.
+        is_planned_next: Whether a changed job is planned next, which tells whether it can be.
     """
 
-    def __init__(self, job: Job, plan: Plan, device: hardware.Device, budget_bytes: int, model: nn.Module) -> None:
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        device: hardware.Device,
+        budget_bytes: int,
+        model: nn.Module,
+        *,
+        is_planned_next: bool = False,
+    ) -> None:
         self.job, self.plan, self.device, self.budget_bytes, self.model = job, plan, device, budget_bytes, model
         self.weights = recorded_step.weights_of(model)
         self._steps: dict[Plan, RecordedStep] = {}
+        self.is_planned_next = is_planned_next
         self._loop: OwnLoop | None = None
 
     def step(self, plan: Plan) -> RecordedStep:
