@@ -9,13 +9,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import snugfit
-from snugfit import hardware
+from snugfit import hardware, rates
 from snugfit.memory import tracing
-from snugfit.planning import cost, probing, units
+from snugfit.planning import cost, held_up, probing, units
+from snugfit.planning.assumed_rates import assumed
 from snugfit.planning.chain import NOTHING, Span
-from snugfit.planning.families import Family, _option, _work_ns
+from snugfit.planning.families import Family, _option
 from snugfit.planning.kept_results import keeping_products, kept_in_runs
 from snugfit.planning.scaling import _micro_steps
+from snugfit.planning.traced_plans import traced_plan
 from snugfit.planning.unit_runs import run_prices
 
 WIDTH, TOKENS = 64, 32
@@ -112,6 +114,12 @@ def skipping_job():
     )
 
 
+def unhurried(card):
+    """A card whose host takes no time for anything, so that its own kernels are all that counts."""
+    device = hardware.resolve(card)
+    return replace(device, rates=replace(assumed(device), **dict.fromkeys(rates.OVERHEADS, 0.0)))
+
+
 def family_of(job, device, precision, sizes=(8, 4), batch_size=64):
     model = tracing.skeleton(job)
     plan = snugfit.Plan(batch_size=batch_size, micro_batch_size=sizes[0], precision=precision)
@@ -143,7 +151,7 @@ def alive_in_last_micro_batch(trace, *, rounded):
 def test_the_chain_needs_what_a_trace_of_the_very_plan_needs_but_for_two_tensors_between_blocks(
     job, card, precision, tolerance
 ):
-    job, device = job(), hardware.resolve(card)
+    job, device = job(), unhurried(card)
     family = family_of(job, device, precision)
     draw = random.Random(0)
     compared = 0
@@ -169,7 +177,7 @@ def test_the_chain_needs_what_a_trace_of_the_very_plan_needs_but_for_two_tensors
 
 @pytest.mark.parametrize("policy", [None, "keep-last", "keep-attention-last", "keep-matmul"])
 def test_a_run_that_keeps_results_needs_and_takes_what_a_trace_of_it_does(policy):
-    job, device = decoder_job(), hardware.resolve("rtx-3060-12gb")
+    job, device = decoder_job(), unhurried("rtx-3060-12gb")
     family = family_of(job, device, "32-true", sizes=(64, 64))
     chain = family.chain(64, 1)
     first = chain.names.index("blocks.0")
@@ -189,7 +197,7 @@ def test_a_run_that_keeps_results_needs_and_takes_what_a_trace_of_it_does(policy
 
 
 def test_what_a_run_keeps_of_a_block_are_its_last_product_and_its_attention():
-    chain = family_of(decoder_job(), hardware.resolve("rtx-3060-12gb"), "32-true").chain(8, 8)
+    chain = family_of(decoder_job(), unhurried("rtx-3060-12gb"), "32-true").chain(8, 8)
     last, both, products = chain.units[chain.names.index("blocks.4")].in_runs
     tokens = 8 * TOKENS
     assert (last.policy, last.kept_bytes) == ("keep-last", 4 * tokens * WIDTH)
@@ -204,7 +212,7 @@ def test_what_a_run_keeps_of_a_block_are_its_last_product_and_its_attention():
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_what_a_block_keeps_of_its_products_is_read_off_its_forward_as_it_is_measured(precision):
-    family = family_of(decoder_job(), hardware.resolve("rtx-3090"), precision)
+    family = family_of(decoder_job(), unhurried("rtx-3090"), precision)
     place = family.probe.places["blocks.4"]
     known = {
         name: _option(name, found, found.forward_ns + found.backward_ns - plain.forward_ns - plain.backward_ns, 0, 0)
@@ -215,7 +223,9 @@ def test_what_a_block_keeps_of_its_products_is_read_off_its_forward_as_it_is_mea
     again_ns = chain.units[chain.names.index("blocks.4")].forward_ns
     element = next(element for element in family.probe.elements[0] if element.unit == "blocks.4")
     unmeasured = [known[NOTHING], known[units.FULL]]
-    in_runs = kept_in_runs(base.base.recording, element, base.birth_bytes(8), _work_ns(base, 8), again_ns, unmeasured)
+    in_runs = kept_in_runs(
+        base.base.recording, element, base.birth_bytes(8), held_up.spent(base, 8), again_ns, unmeasured
+    )
     derived = keeping_products(in_runs, *unmeasured, again_ns)
     measured = known[units.KEEP_PRODUCTS]
     assert derived.forward_bytes in range(measured.forward_bytes, known[NOTHING].forward_bytes + 1)
@@ -233,7 +243,7 @@ def test_what_a_block_keeps_of_which_there_is_one_is_measured_on_a_cpu_only(devi
 
 
 def test_alike_blocks_share_their_options_and_one_trace_shows_them_all():
-    family = family_of(decoder_job(), hardware.resolve("rtx-3060-12gb"), "32-true")
+    family = family_of(decoder_job(), unhurried("rtx-3060-12gb"), "32-true")
     assert len(family.probe.traces) == 1
     assert set(family.probe.places["blocks.0"]) == {
         NOTHING,
@@ -258,7 +268,7 @@ def test_blocks_that_follow_each_other_are_joined_and_those_with_skips_between_t
 
 
 def test_the_time_of_an_option_is_that_of_the_kernels_that_run_again():
-    device = hardware.resolve("rtx-3060-12gb")
+    device = unhurried("rtx-3060-12gb")
     family = family_of(decoder_job(), device, "32-true", sizes=(64, 32), batch_size=256)
     chain = family.chain(64, 4)
     times = {option.name: option.extra_ns for option in chain.units[chain.names.index("blocks.4")].options}
@@ -271,6 +281,47 @@ def test_the_time_of_an_option_is_that_of_the_kernels_that_run_again():
         for plan in [snugfit.Plan(batch_size=128, micro_batch_size=64, recompute=recompute)]
     )
     assert 2 * chain.extra_ns(spans) / 1e9 == pytest.approx(full - plain, rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("size", [8, 512])
+def test_a_chain_takes_what_a_trace_of_the_plan_does_also_where_the_host_holds_the_card_up(precision, size):
+    device = hardware.resolve("rtx-3090")
+    family = family_of(decoder_job(), device, precision, sizes=(size, size // 2), batch_size=4 * size)
+    chain = family.chain(size, 4)
+    for spans in (chain.all_by(NOTHING), chain.all_by(units.FULL)):
+        plan = snugfit.Plan(
+            batch_size=4 * size, micro_batch_size=size, precision=precision, recompute=family.segments(chain, spans)
+        )
+        predicted_ns = 4 * (chain.plain_ns + chain.extra_ns(spans)) + chain.update_ns
+        took = traced_plan(decoder_job(), plan, device, 1 << 40).step_time_s
+        assert predicted_ns / 1e9 == pytest.approx(took, rel=0.03)
+
+
+def test_what_lies_in_tensors_too_small_to_be_moved_stays_where_a_block_is_offloaded():
+    device = hardware.resolve("rtx-3090")
+    device = replace(device, rates=replace(assumed(device), link=1e14))  # so that copies cost little
+    family = family_of(decoder_job(), device, "32-true", sizes=(512, 256), batch_size=2048)
+    of_size = {size: family.chain(size, 4) for size in (8, 512)}
+    assert all(option.name != units.OFFLOAD for unit in of_size[8].units for option in unit.options)  # none has 1 MiB
+    known = {option.name: option.kept_bytes for option in of_size[512].units[5].options}
+    tokens = 512 * TOKENS
+    small = 4 * 4 * tokens + 2 * 2 * 4 * tokens  # a sum for each of 4 heads; means and deviations of two LayerNorms
+    assert known[units.OFFLOAD] - 4 * tokens * WIDTH == pytest.approx(small, abs=8 * 512)  # beside the block's input
+
+
+def test_a_weight_that_modules_share_and_kernels_that_split_what_is_little_leave_sizes_to_be_interpolated():
+    def tied():
+        model = Decoder(2)
+        model.embedding, model.head = nn.Embedding(20_000, WIDTH), nn.Linear(WIDTH, 20_000, bias=False)
+        model.head.weight = model.embedding.weight
+        return model
+
+    job, device = replace(decoder_job(), model=tied), hardware.resolve("a100-sxm-80gb")
+    chain = family_of(job, device, "bf16-mixed", sizes=(12, 6), batch_size=24).chain(2, 12)
+    plan = snugfit.Plan(batch_size=4, micro_batch_size=2, precision="bf16-mixed")
+    needed = alive_in_last_micro_batch(tracing.record_job(job, plan, device, ((0,), (0, 1))), rounded=True)
+    assert chain.needed_bytes(chain.all_by(NOTHING)) == pytest.approx(needed, rel=0.02)
 
 
 def test_a_unit_whose_backward_makes_nothing_does_not_hide_those_before_it():

@@ -67,8 +67,7 @@ def breakdown(work: Iterable[Work] | Mapping[Work, int], device: Device, *, tf32
     counts = Counter(work)  # identical blocks are priced once
     for (kernel, times_run), one in zip(counts.items(), times(counts, device, tf32=tf32), strict=True):
         (copies if kernel.is_copy else seconds)[kernel.phase] += times_run * one
-        if device.kind != "cpu":
-            host[kernel.phase] += times_run * (_dispatch_seconds(kernel, rates) + _around_seconds(kernel, rates))
+        host[kernel.phase] += times_run * _host_seconds(kernel, device.kind, rates)
     return {phase: max(seconds[phase], copies[phase], host[phase]) for phase in {**seconds, **copies}}
 
 
@@ -82,6 +81,12 @@ def times(work: Iterable[Work], device: Device, *, tf32: bool = False) -> list[f
             known[kernel] = _seconds(kernel, device.kind, rates, tf32)
         seconds.append(known[kernel])
     return seconds
+
+
+def host_times(work: Iterable[Work], device: Device) -> list[float]:
+    """Predict the seconds that the host takes for each operation before it can go on; nothing on a CPU."""
+    rates = device.rates or assumed(device)
+    return [_host_seconds(kernel, device.kind, rates) for kernel in work]
 
 
 def uncertainty(device: Device) -> float:
@@ -108,6 +113,10 @@ def _seconds(kernel: Work, kind: str, rates: Rates, tf32: bool) -> float:
         return kernel.bytes / 2 / rates.link  # read on one side, written on the other
     work, dispatch = work_seconds(kernel, kind, rates, tf32=tf32), _dispatch_seconds(kernel, rates)
     return work + dispatch + _around_seconds(kernel, rates) if kind == "cpu" else max(work, dispatch)
+
+
+def _host_seconds(kernel: Work, kind: str, rates: Rates) -> float:
+    return 0.0 if kind == "cpu" else _dispatch_seconds(kernel, rates) + _around_seconds(kernel, rates)
 
 
 def work_seconds(kernel: Work, kind: str, rates: Rates, *, tf32: bool = False) -> float:

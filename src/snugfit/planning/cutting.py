@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from snugfit.memory.events import Recording
+from snugfit.training.offloading import MIN_BYTES
 
 Sizes = npt.NDArray[np.int64]
 
@@ -42,6 +43,8 @@ class Measures:
     """What an element needs in one trace, in bytes, and how long its kernels run, in nanoseconds."""
 
     kept_bytes: int
+    small_bytes: int
+    "Of what is kept, what lies in tensors of its own that are too small to be offloaded."
     held_bytes: int
     forward_bytes: int
     backward_bytes: int
@@ -196,6 +199,7 @@ def measure(recording: Recording, elements: Sequence[Element], sizes: Sizes, wor
         found.append(
             Measures(
                 kept_bytes=kept,
+                small_bytes=_alive(own, death, begins, np.where(sizes < MIN_BYTES, sizes, 0)),
                 held_bytes=held if element.forward[1] <= head else 0,
                 forward_bytes=highest(element.forward) - int(alive[element.forward[0]]),
                 backward_bytes=kept + rise,

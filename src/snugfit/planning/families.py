@@ -12,9 +12,9 @@ import numpy as np
 
 from snugfit.memory.events import Work
 from snugfit.memory.steps import leftovers
-from snugfit.planning import cost, units
+from snugfit.planning import cost, held_up, units
 from snugfit.planning.chain import NOTHING, Option, Span, Unit
-from snugfit.planning.cutting import Element, Measures, Sizes, measure
+from snugfit.planning.cutting import Element, Measures, measure
 from snugfit.planning.kept_results import keeping_products, kept_in_runs
 from snugfit.planning.probing import Probe
 from snugfit.planning.scaling import ScaledTrace
@@ -126,7 +126,7 @@ class Family:
         first = number == 1
         elements = self._elements(0, first)
         surroundings = self._of_trace(0, size, first)
-        sizes, spent = self._base.birth_bytes(size), _work_ns(self._base, size)
+        sizes, spent = self._base.birth_bytes(size), held_up.spent(self._base, size)
         built, held = [], []
         left_alive = self._left_alive(size, number)
         for place, element in enumerate(elements):
@@ -136,7 +136,7 @@ class Family:
             full = next((option for option in options if option.name == units.FULL), None)
             after = elements[place + 1].unit if place + 1 < len(elements) else ""
             # What a recomputation runs again is more than the forward: casts of weights, launches.
-            forward_ns = self._plain(element.unit, own, size, first).forward_ns
+            forward_ns = int(spent.if_repeated[slice(*element.forward_work)].sum())
             again_ns = forward_ns if full is None else max(forward_ns, full.extra_ns)
             in_runs = kept_in_runs(self._base.base.recording, element, sizes, spent, again_ns, options)
             if full is not None and self._lacks(element.unit, units.KEEP_PRODUCTS):
@@ -189,7 +189,7 @@ class Family:
             options.append(_option(name, found, max(time, 0), less, more))
             held[name] = found.held_bytes
         if units.OFFLOAD in self.probe.options[unit].segments:
-            offloaded = self._offloaded(options)
+            offloaded = self._offloaded(options, plain.small_bytes)
             options, held[units.OFFLOAD] = [*options, offloaded], held.get(units.FULL, 0)
         return sorted(options, key=lambda option: option.name != NOTHING), held
 
@@ -197,19 +197,23 @@ class Family:
         """Whether an option of a unit was not measured, for want of alike ones."""
         return option in self.probe.options[unit].segments and option not in self.probe.places[unit]
 
-    def _offloaded(self, options: Sequence[Option]) -> Option:
+    def _offloaded(self, options: Sequence[Option], small_bytes: int) -> Option:
         """A unit whose saved tensors go to the host and come back, all of them before its backward goes on.
 
         By formula: which of them are large enough to be moved depends on the micro-batch. Of the copies one way counts,
         as if a half were not hidden behind computation: no card has measured it, and the host's memory is not free.
+
+        Args:
+            options: Of the unit, plain and recomputed as a whole.
+            small_bytes: Of what it keeps, what is not moved.
         """
         known = {option.name: option for option in options}
         plain, full = known[NOTHING], known.get(units.FULL, known[NOTHING])
-        moved = max(plain.kept_bytes - full.kept_bytes, 0)
+        moved = max(plain.kept_bytes - full.kept_bytes - small_bytes, 0)
         copy = Work("_to_copy.default", "forward", "float32", 0, 2 * moved, is_copy=True)
         return Option(
             name=units.OFFLOAD,
-            kept_bytes=full.kept_bytes,
+            kept_bytes=plain.kept_bytes - moved,
             forward_bytes=plain.forward_bytes,
             backward_bytes=plain.backward_bytes,
             extra_ns=round(1e9 * cost.step_time([copy], self._base.base.device)),
@@ -251,14 +255,8 @@ class Family:
 
 def measured(trace: ScaledTrace, elements: Sequence[Element], micro_batch_size: int) -> tuple[Measures, ...]:
     """The measures of the elements of a trace at another micro-batch size."""
-    work_ns = _work_ns(trace, micro_batch_size)
+    work_ns = held_up.spent(trace, micro_batch_size).as_traced
     return measure(trace.base.recording, elements, trace.birth_bytes(micro_batch_size), work_ns)
-
-
-def _work_ns(trace: ScaledTrace, micro_batch_size: int) -> Sizes:
-    """Time of each piece of a trace's work at another micro-batch size."""
-    times = 1e9 * np.array(cost.times(trace.work(micro_batch_size), trace.base.device))
-    return np.rint(times).astype(np.int64)[trace.kind_of]
 
 
 def update(trace: ScaledTrace, micro_batch_size: int) -> tuple[int, int]:

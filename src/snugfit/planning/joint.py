@@ -199,7 +199,7 @@ class JointSearch:
             return (self.first.micro_batch_size,)
         found = options.micro_batch_sizes(self.first.samples_per_rank)
         sizes = tuple(size for size in found if size not in self.too_small) or found[:1]
-        return sizes if family not in self._not_affine else sizes[: options.FEW_SIZES]
+        return sizes if family not in self._not_affine else options.few_of(sizes)
 
     def chain(self, plan: Plan) -> Chain:
         """The chain of a plan's family at its micro-batch size."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from snugfit.memory.events import Recording
 from snugfit.planning.chain import KeptInRun, Option
 from snugfit.planning.cutting import Element, Sizes
+from snugfit.planning.held_up import Spent
 from snugfit.planning.units import FULL, KEEP_ATTENTION_LAST, KEEP_LAST, KEEP_PRODUCTS
 from snugfit.training.keeping import ATTENTION, MATRIX_PRODUCTS
 
@@ -20,7 +21,7 @@ def kept_in_runs(
     recording: Recording,
     element: Element,
     sizes: Sizes,
-    work_ns: Sizes,
+    spent: Spent,
     forward_ns: int,
     options: Sequence[Option],
 ) -> tuple[KeptInRun, ...]:
@@ -30,7 +31,7 @@ def kept_in_runs(
         recording: Where the unit's forward is.
         element: The unit.
         sizes: Bytes of each birth of the recording.
-        work_ns: Time of each piece of its work.
+        spent: Time of each piece of its work.
         forward_ns: What recomputing all of the unit costs.
         options: What was measured of the unit by itself, recomputing all of it among them.
     """
@@ -41,29 +42,32 @@ def kept_in_runs(
         return [size for birth, size in found if birth.category != "workspace" and _is_one_of(birth.op, names)]
 
     def times_of(names: tuple[str, ...]) -> list[int]:
-        return [int(work_ns[i]) for i in range(*element.forward_work) if _is_one_of(recording.work[i][1].op, names)]
+        pieces = [i for i in range(*element.forward_work) if _is_one_of(recording.work[i][1].op, names)]
+        return [int(spent.if_repeated[i]) for i in pieces]
 
-    products, spent = results_of(MATRIX_PRODUCTS), times_of(MATRIX_PRODUCTS)
+    products, times = results_of(MATRIX_PRODUCTS), times_of(MATRIX_PRODUCTS)
+    watching = int(spent.by_watching[slice(*element.forward_work)].sum())
     known = {option.name: option for option in options}
-    if not products or not spent or FULL not in known:
+    if not products or not times or FULL not in known:
         return ()
     full = known[FULL]
 
     def way(policy: str, kept_bytes: int, spared_ns: int) -> KeptInRun:
         own = known.get(policy)
         if own is None:
-            return KeptInRun(policy, kept_bytes, forward_ns - spared_ns, forward_ns - spared_ns)
+            again_ns = forward_ns - spared_ns + watching
+            return KeptInRun(policy, kept_bytes, again_ns, again_ns)
         # Where nothing behind the last product is saved, the unit by itself neither keeps nor repeats that.
         keeps_last = own.kept_bytes - full.kept_bytes > kept_bytes - products[-1]
-        again_ns = own.extra_ns + forward_ns - full.extra_ns - (0 if keeps_last else spent[-1])
+        again_ns = own.extra_ns + forward_ns - full.extra_ns - (0 if keeps_last else times[-1])
         return KeptInRun(policy, kept_bytes, max(again_ns, 0), own.extra_ns)
 
     mixed, mixing = sum(results_of(ATTENTION)), sum(times_of(ATTENTION))
-    found = [way(KEEP_LAST, products[-1], spent[-1])]
+    found = [way(KEEP_LAST, products[-1], times[-1])]
     if mixed:
-        found.append(way(KEEP_ATTENTION_LAST, products[-1] + mixed, spent[-1] + mixing))
+        found.append(way(KEEP_ATTENTION_LAST, products[-1] + mixed, times[-1] + mixing))
     if mixed or len(products) > 1:
-        found.append(way(KEEP_PRODUCTS, sum(products) + mixed, sum(spent) + mixing))
+        found.append(way(KEEP_PRODUCTS, sum(products) + mixed, sum(times) + mixing))
     return tuple(found)
 
 

@@ -57,8 +57,9 @@ class Learnt:
         return Learnt({kind: self.surplus[kind]} if kind in self.surplus else {}, dict(self.pace))
 
     def is_only_expected(self, family: str) -> bool:
-        """Whether what is taken as beyond predictions of a family was not seen in any of its plans."""
-        return bool(self.expected.get(family)) and all(known.family != family for known in self.surplus)
+        """Whether what is expected beyond predictions was not seen in plans that recompute, or in those that do not."""
+        seen = {known.is_recomputed for known in self.surplus if known.family == family}
+        return bool(self.expected.get(family)) and len(seen) < 2
 
     def beyond(self, kind: Kind) -> int:
         """Bytes that a plan of a kind is expected to reserve beyond its prediction: as the nearest size, or more."""

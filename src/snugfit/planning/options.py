@@ -4,6 +4,7 @@ Entry points: ``precisions`` and ``micro_batch_sizes``. What may be recomputed i
 ``search``'s.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from snugfit.planning import cost
 from snugfit.plans import Segment
 from snugfit.training import precision
 
-FEW_SIZES = 6
+_FEW = 6
 "Micro-batch sizes that are looked at where each needs traces of its own."
 _EVERY_STEP = 16
 
@@ -81,3 +82,15 @@ def micro_batch_sizes(num_samples: int) -> tuple[int, ...]:
     while steps[-1] < num_samples:
         steps.append(-(-steps[-1] * 5 // 4))
     return tuple(sorted({-(-num_samples // count) for count in (*steps, num_samples)}, reverse=True))
+
+
+def few_of(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Some of the sizes of a batch, the largest and the smallest among them, in about equal ratios.
+
+    Example:
+        >>> few_of((24, 12, 8, 6, 5, 4, 3, 2, 1))
+        (24, 12, 6, 4, 2, 1)
+    """
+    step = (sizes[-1] / sizes[0]) ** (1 / (_FEW - 1))
+    wanted = [sizes[0] * step**number for number in range(_FEW)]
+    return tuple(sorted({min(sizes, key=lambda size: abs(math.log(size / near))) for near in wanted}, reverse=True))

@@ -30,10 +30,13 @@ class NotAffineError(SnugfitError):
 
 _Item = TypeVar("_Item", Birth, Work)
 _Told = TypeVar("_Told")
-_Kind: TypeAlias = tuple[str, str, str]
+_Kind: TypeAlias = tuple[str, ...]
 _Slopes: TypeAlias = tuple[float, float]
-_MOST_LOST = 0.02
-"Share of the bytes of a micro-step that may be without a counterpart at another size."
+_MOST_LOST = {Birth: 0.1, Work: 0.02}
+"""Share of the bytes of a micro-step that may be without a counterpart at another size.
+
+Storages more than work: some kernels split what they do if there is little of it, and need room for the parts.
+"""
 _BLOCK_BYTES = 512
 "Blocks of CUDA's caching allocator are multiples of it."
 _WINDOWS = ((0,), (0, 1))
@@ -177,28 +180,40 @@ def _pairs(here: list[tuple[int, _Item]], there: list[tuple[int, _Item]]) -> Ite
     """Pairs what happens in a micro-step with the same in the reference, which is a window of its own.
 
     A micro-step of a longer window does a little more (it weighs its loss, adds to gradients), and some kernels need
-    more at some sizes only: what has no counterpart keeps its size.
+    more at some sizes only: what has no counterpart keeps its size. Where modules share a weight, what is done with
+    its gradient may be one module's here and another's there: what is left between others is paired by operation.
 
     Raises:
         NotAffineError: Too much of it has none.
     """
     lost = whole = sum(_bytes(item) for _, item in there)
-    here, there = _of_kinds_in(there, here), _of_kinds_in(here, there)
-    for start, other, length in _matching([_kind(item) for _, item in here], [_kind(item) for _, item in there]):
+    here, there = _of_operations_in(there, here), _of_operations_in(here, there)
+    named = ([_kind(item) for _, item in items] for items in (here, there))
+    for start, other, length in _matching_twice(*named):
         for (index, _), (_, item) in zip(here[start : start + length], there[other : other + length], strict=True):
             lost -= _bytes(item)
             yield index, item
-    if lost > _MOST_LOST * whole:
+    if there and lost > _MOST_LOST[type(there[0][1])] * whole:
         raise NotAffineError("the step runs other operations at another micro-batch size")
 
 
-def _of_kinds_in(others: list[tuple[int, _Item]], items: list[tuple[int, _Item]]) -> list[tuple[int, _Item]]:
-    """The items of which there are some of the same kind among others; sums onto gradients are all over a backward."""
-    kinds = {_kind(item) for _, item in others}
-    return [one for one in items if _kind(one[1]) in kinds]
+def _of_operations_in(others: list[tuple[int, _Item]], items: list[tuple[int, _Item]]) -> list[tuple[int, _Item]]:
+    """The items of which there are some of the same among others; sums onto gradients are all over a backward."""
+    known = {_kind(item)[:2] for _, item in others}
+    return [one for one in items if _kind(one[1])[:2] in known]
 
 
-def _matching(ours: list[_Kind], theirs: list[_Kind]) -> list[tuple[int, int, int]]:
+def _matching_twice(ours: Sequence[_Kind], theirs: Sequence[_Kind]) -> Iterator[tuple[int, int, int]]:
+    """Stretches that are the same, and between them those of which only the module differs."""
+    end, other_end = 0, 0
+    for start, other, length in _matching(ours, theirs):
+        left, there = ([kind[:2] for kind in kinds] for kinds in (ours[end:start], theirs[other_end:other]))
+        yield from ((end + a, other_end + b, size) for a, b, size in _matching(left, there))
+        yield start, other, length
+        end, other_end = start + length, other + length
+
+
+def _matching(ours: Sequence[_Kind], theirs: Sequence[_Kind]) -> list[tuple[int, int, int]]:
     """Stretches that are the same: where they begin in the one and in the other, and how long they are."""
     start = _length_alike(ours, theirs)
     end = _length_alike(ours[start:][::-1], theirs[start:][::-1])
