@@ -202,6 +202,100 @@ EXACT = {
         INDICES,
         real(64, 8, dtype=BF16),
     ),
+    "reductions: bfloat16 over all dimensions, which lie behind each other": (
+        aten.sum.dim_IntList,
+        real(8, 16, 32, dtype=BF16),
+        [0, 1, 2],
+    ),
+    "reductions: a bfloat16 number over its dimension": (aten.sum.dim_IntList, real(dtype=BF16), [0]),
+    "copies: upsampling of three channels to a large image": (
+        aten.upsample_bilinear2d.default,
+        real(2, 3, 40, 40),
+        [80, 80],
+        False,
+    ),
+    "copies: gelu backward, the gradient lies otherwise": (
+        aten.gelu_backward.default,
+        permuted(8, *WHOLE),
+        real(8, *WHOLE),
+    ),
+    "copies: gelu backward of what is not contiguous": (aten.gelu_backward.default, permuted(*WHOLE), permuted(*WHOLE)),
+    "copies: channels last are padded as they are": (
+        aten.reflection_pad2d.default,
+        real(*IMAGES).contiguous(memory_format=torch.channels_last),
+        [1, 1, 1, 1],
+    ),
+    "copies: pixels of channels last": (
+        aten.pixel_unshuffle.default,
+        real(*IMAGES).contiguous(memory_format=torch.channels_last),
+        2,
+    ),
+    "copies: maximum of all": (aten.max.default, permuted(8, *WHOLE)),
+    "copies: dropout backward": (aten.native_dropout_backward.default, real(*WHOLE), real(*WHOLE) > 0, 2.0),
+    "copies: distances of few points": (aten._cdist_forward.default, permuted(*WHOLE), permuted(*WHOLE), 1.0, None),
+    "losses: a loss of every element": (
+        aten.binary_cross_entropy_with_logits.default,
+        real(*WHOLE),
+        torch.rand(WHOLE),
+        None,
+        None,
+        0,
+    ),
+    "losses: a mean over transposed logits": (
+        aten.binary_cross_entropy_with_logits.default,
+        permuted(8, *WHOLE),
+        torch.rand(8, *WHOLE),
+    ),
+    "losses: a sum in bfloat16": (aten.mse_loss.default, real(*WHOLE, dtype=BF16), real(*WHOLE, dtype=BF16), 2),
+    "losses: a mean in bfloat16": (
+        aten.binary_cross_entropy.default,
+        torch.rand(WHOLE).to(BF16),
+        torch.rand(WHOLE).to(BF16),
+    ),
+    "losses: soft margin backward": (aten.soft_margin_loss_backward.default, real(), real(*WHOLE), real(*WHOLE), 1),
+    "losses: sequences without alignment, backward": (
+        aten._ctc_loss_backward.default,
+        real(6),
+        real(50, 6, 20).log_softmax(-1),
+        torch.ones(6, 12, dtype=torch.long),
+        [50] * 6,
+        [12] * 6,
+        real(6),
+        real(6, 50, 25),
+        0,
+    ),
+    "lookups: by a mask of rows and columns": (aten.index.Tensor, real(*WHOLE), [torch.rand(WHOLE) > 0.5]),
+    "lookups: by narrow numbers": (aten.index.Tensor, real(*WHOLE), [torch.arange(60, dtype=torch.int32)]),
+    "lookups: written by a mask": (aten.index_put.default, real(*WHOLE), [torch.ones(WHOLE).bool()], real(64 * 256)),
+    "lookups: what a mask selects": (aten.masked_select.default, real(*WHOLE), torch.ones(WHOLE).bool()),
+    "lookups: columns of transposed matrices": (aten.index_select.default, permuted(8, *WHOLE), 1, torch.arange(8)),
+    "lookups: transposed matrices": (aten.index_select.default, permuted(8, *WHOLE), 0, torch.arange(8)),
+    "lookups: gather by narrow numbers": (aten.gather.default, real(*WHOLE), 1, INDICES.int()),
+    "lookups: mean of what is scattered": (aten.scatter_reduce.two, real(*WHOLE), 1, INDICES, real(64, 8), "mean"),
+    "transforms: roll of three dimensions": (aten.roll.default, real(8, *WHOLE), [1, 2, 3], [0, 1, 2]),
+    "transforms: roll of one dimension": (aten.roll.default, real(8, *WHOLE), [1], [1]),
+    "transforms: Fourier in the middle": (aten._fft_c2c.default, real(4, *WHOLE, dtype=torch.complex64), [1], 0, True),
+    "transforms: Fourier at the end": (aten._fft_c2c.default, real(4, *WHOLE, dtype=torch.complex64), [1, 2], 0, True),
+    "transforms: Fourier of two dimensions to real numbers": (
+        aten._fft_c2r.default,
+        real(4, *WHOLE, dtype=torch.complex64),
+        [1, 2],
+        2,
+        510,
+    ),
+    "transforms: distances of many points": (aten._euclidean_dist.default, real(300, 40), real(200, 40)),
+    "transforms: distances of long points": (aten._euclidean_dist.default, real(30, 400), real(20, 400)),
+    "transforms: a sampling grid": (aten.affine_grid_generator.default, real(4, 2, 3), [4, 3, 16, 16], False),
+    "matrix products: matrix and vector in bfloat16": (
+        aten.mv.default,
+        real(*WHOLE, dtype=BF16),
+        real(256, dtype=BF16),
+    ),
+    "matrix products: small ones of a large batch in bfloat16": (
+        aten.bmm.default,
+        real(4, 64, 1, dtype=BF16),
+        real(4, 1, 64, dtype=BF16),
+    ),
     "matrix products: transposed operands": (aten.mm.default, permuted(64, 96), permuted(96, 32)),
     "matrix products: expanded operands": (aten.mm.default, expanded(64, 96), real(96, 32)),
     "matrix products: a batch matrix by matrix": (aten.bmm.default, expanded(8, 64, 96), real(8, 96, 32)),
@@ -223,6 +317,14 @@ def test_a_kernel_allocates_inside_what_its_rule_says(name):
     copies = [argument.clone() if op.__name__.startswith("add_") else argument for argument in args]
     found, result = measured(op, *copies)
     assert found == pytest.approx(ruled(op, result, *args), abs=SCALARS)
+
+
+@pytest.mark.parametrize("channels", [1, 4, 32])
+@pytest.mark.parametrize("op", [aten.upsample_nearest2d.default, aten.upsample_bilinear2d.default], ids=str)
+def test_upsampling_to_a_large_image_makes_no_copy_of_it(op, channels):
+    args = (real(2, channels, 50, 50), [100, 100], *([False] if op is aten.upsample_bilinear2d.default else []))
+    found, result = measured(op, *args)
+    assert ruled(op, result, *args) == 0 <= found < 0.1 * result.numel() * 4
 
 
 PRODUCTS = [(64, 64, 64), (520, 128, 128), (257, 64, 96), (384, 640, 200), (128, 1056, 64), (40, 30, 8), (1576, 96, 64)]
@@ -256,8 +358,20 @@ CONVOLUTIONS = {
     "transposed, channels filled up": ((4, 24, 16, 16), (24, 40, 2, 2), {"stride": 2, "transposed": True}),
     "one dimension": ((4, 80, 100), (64, 80, 3), {"padding": 1}),
     "three dimensions": ((2, 16, 8, 8, 8), (32, 16, 3, 3, 3), {"padding": 1}),
+    "one dimension, one pixel, taken by BLAS": ((8, 64, 200), (64, 64, 1), {}),
+    "three dimensions, one pixel, taken by BLAS": ((2, 32, 8, 16, 16), (8, 32, 1, 1, 1), {}),
+    "three dimensions, one small image": ((1, 32, 10, 12, 12), (16, 32, 3, 3, 3), {"padding": 1}),
+    "groups of four channels": ((4, 128, 28, 28), (128, 4, 3, 3), {"padding": 1, "groups": 32}),
+    "groups of four channels, strided": ((4, 128, 28, 28), (128, 4, 3, 3), {"stride": 2, "padding": 1, "groups": 32}),
+    "several outputs of each channel": ((8, 16, 28, 28), (96, 1, 3, 3), {"padding": 1, "groups": 16}),
+    "groups of one pixel, taken by BLAS": ((4, 96, 40, 40), (64, 24, 1, 1), {"groups": 4}),
+    "transposed, few output channels": ((4, 32, 16, 16), (32, 3, 2, 2), {"stride": 2, "transposed": True}),
+    "transposed, few input channels": ((8, 3, 16, 16), (3, 32, 3, 3), {"stride": 2, "padding": 1, "transposed": True}),
+    "transposed, not strided": ((4, 64, 32, 32), (64, 32, 3, 3), {"padding": 1, "transposed": True}),
     "small image, many weights": ((4, 256, 8, 8), (256, 256, 3, 3), {"padding": 1}),
 }
+
+_ONLY_CONTIGUOUS = ("few", "one pixel", "channels filled", "groups of", "several outputs", "transposed, few")
 
 
 def convolution_arguments(settings, dims):
@@ -273,8 +387,8 @@ def convolution_arguments(settings, dims):
 def test_a_convolution_allocates_inside_what_its_rule_says(name, dtype, format):
     input_shape, weight_shape, settings = CONVOLUTIONS[name]
     dims = len(input_shape) - 2
-    if format is torch.channels_last and (dims != 2 or name.startswith(("few", "one pixel", "channels filled"))):
-        pytest.skip("channels_last is of two dimensions; of these only scratchpads below 300 KiB differ")
+    if format is torch.channels_last and (dims != 2 or name.startswith(_ONLY_CONTIGUOUS)):
+        pytest.skip("channels_last is of two dimensions; of these only scratchpads of up to 1 MiB differ")
     input = real(*input_shape, dtype=dtype).contiguous(memory_format=format)
     weight = real(*weight_shape, dtype=dtype).contiguous(memory_format=format)
     out_channels = weight_shape[1] if settings.get("transposed") else weight_shape[0]
@@ -287,6 +401,19 @@ def test_a_convolution_allocates_inside_what_its_rule_says(name, dtype, format):
     found, result = measured(aten.convolution_backward.default, *args)
     whole = sum(tensor.numel() * tensor.element_size() for tensor in result)
     assert found == pytest.approx(ruled(aten.convolution_backward.default, result, *args), rel=0.02, abs=0.02 * whole)
+
+
+@needs_avx512
+@pytest.mark.parametrize("threads", [1, 2])
+def test_products_of_pixels_in_bfloat16_are_summed_in_float32_by_each_thread(threads):
+    torch.set_num_threads(threads)
+    input, weight = real(4, 64, 32, 32, dtype=BF16), real(24, 64, 1, 1, dtype=BF16)
+    args = (input, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    found, result = measured(aten.convolution.default, *args)
+    in_blocks = 2 * (4 * 64 * 1024 + 32 * 64 + 4 * 32 * 1024)  # input, weight and result of two blocks of channels
+    sums = 4 * 32 * 1024 * threads
+    assert ruled(aten.convolution.default, result, *args) == in_blocks + sums - 2 * result.numel()
+    assert found == pytest.approx(in_blocks + sums - 2 * result.numel(), abs=1024)
 
 
 @needs_avx512

@@ -49,6 +49,21 @@ def test_c043_four_windows_are_skipped_and_the_fifth_trains_at_4096():
     assert results[4].grad_norm.item() == 10.0
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_c043_the_verdict_is_the_same_while_torch_searches_for_anomalies(precision):
+    def roots(x):
+        return (x * 0).sqrt() * 0  # the slope of a root at 0 is infinite, times 0
+
+    plan = plan_of(precision=precision)
+    plain = found_in(Around(roots), plan=plan)
+    with torch.autograd.set_detect_anomaly(True):
+        searched = found_in(Around(roots), plan=plan)
+        assert torch.is_anomaly_check_nan_enabled()
+    assert (plain.phase, plain.op) == ("backward", "SqrtBackward0")
+    assert searched == plain
+
+
 # ---- the engine
 
 

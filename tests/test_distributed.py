@@ -95,6 +95,40 @@ def test_c111_and_c109_gradients_are_reduced_once_in_the_last_micro_step(ranks):
         assert found == [2.75, 1, 2.75]
 
 
+def c109(rank):
+    """Forwards that DDP runs before their micro-step, or not at all."""
+    found = []
+    for outside in (0, 1, None):
+        model = Weight(0.0)
+        engine, _ = engine_of(model)
+        parts = [torch.tensor([x]) for x in [(1.0, 3.0), (2.0, 5.0)][rank]]
+        before = None if outside is None else engine.model(parts[outside]).mean()
+        try:
+            with engine.window(parts) as window:
+                for i, x in enumerate(window):
+                    if outside is None:
+                        window.backward(engine.model.module(x).mean())
+                    else:
+                        window.backward(before if i == outside else engine.model(x).mean())
+            found.append("went on")
+        except PlanError as error:
+            found.append(str(error))
+        engine.step_window(parts)
+        engine.check_ranks()
+    try:
+        Engine(torch.compile(engine.model), torch.optim.SGD(model.parameters(), 1.0), loss=mean_product)
+        found.append("went on")
+    except UnsupportedError as error:
+        found.append(str(error))
+    return found
+
+
+def test_c109_a_forward_that_ddp_did_not_run_in_its_micro_step_is_detected_and_the_next_window_is_right(ranks):
+    for *forwards, compiled in ranks["c109"]:
+        assert all("DDP did not run in its own micro-step" in found for found in forwards)
+        assert "DistributedDataParallel(torch.compile(model))" in compiled
+
+
 def uneven(rank):
     """Unequal numbers and sizes of micro-batches, an empty last one, one rank's overflow, an empty rank."""
     torch.manual_seed(0)
@@ -267,6 +301,60 @@ def test_c045_all_ranks_skip_the_window_in_which_one_has_a_nan(ranks):
         assert found == ["non-finite gradient", 1.0, 0, 0, None, 2.75, 1]
 
 
+class Buffered(Weight):
+    """A weight with a buffer, which DDP sends in its forwards."""
+
+    def __init__(self):
+        super().__init__(0.0)
+        self.register_buffer("nothing", torch.zeros(1))
+
+
+def failing(rank):
+    """One rank's loss function brings nothing, or raises, in some micro-batches of a window."""
+    found = []
+    for how, failing_window, failing_steps, make, settings in (
+        ("nothing", 0, (0,), Weight, {}),
+        ("nothing", 1, (1,), Weight, {}),
+        ("nothing", 1, (0, 1), Buffered, {}),
+        ("an error", 0, (1,), Weight, {}),
+        ("an error", 1, (0,), Buffered, {}),
+        ("an error", 0, (0,), Weight, {"plan": Plan(batch_size=4, micro_batch_size=1, world_size=2, sync="micro")}),
+        ("an error inside", 1, (1,), Weight, {}),
+    ):
+        present = iter([])
+
+        def loss(model, x):
+            is_failing = rank == 1 and next(present)  # noqa: B023  (of the window that runs)
+            if how == "an error inside" and is_failing:  # noqa: B023
+                model(None)
+            if how == "nothing" and is_failing:  # noqa: B023
+                return None
+            value = model(x).mean()
+            if is_failing:
+                raise KeyError("nothing to see")
+            return value
+
+        model = make()
+        engine, _ = engine_of(model, loss, **settings)
+        with torch.no_grad():
+            model.w.zero_()
+        errors = []
+        for window in range(3):
+            present = iter([window == failing_window and i in failing_steps for i in range(2)])
+            try:
+                engine.step_window([torch.tensor([x]) for x in [(1.0, 3.0), (2.0, 5.0)][rank]])
+            except (PlanError, KeyError, TypeError) as error:
+                errors.append((window, type(error).__name__))
+        engine.check_ranks()
+        found.append([errors == [(failing_window, errors[0][1])], engine.step_count, float(model.w)])
+    return found
+
+
+def test_c045_what_fails_in_the_loss_function_of_one_rank_is_raised_by_all_and_the_next_window_is_right(ranks):
+    for found in ranks["failing"]:
+        assert found == [[True, 2, -2 * 2.75]] * 7
+
+
 def static_graph(rank):
     model = Weight()
     wrapped = DistributedDataParallel(model, static_graph=True)
@@ -281,4 +369,4 @@ def test_ddp_that_fixes_its_reductions_is_refused_by_name_and_any_other_is_given
     assert ranks["static_graph"] == [[False, True]] * RANKS
 
 
-SCENARIOS = (c003, c022, c111, uneven, drifting, out_of_memory, c045, pooled, diagnosed, static_graph)
+SCENARIOS = (c003, c022, c109, c111, uneven, drifting, out_of_memory, c045, pooled, diagnosed, static_graph, failing)

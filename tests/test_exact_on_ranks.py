@@ -163,6 +163,27 @@ def counting_nothing(rank):
     return [float(keep.seen[0][0]), float(reported.loss)]
 
 
+def measuring(rank):
+    """Metrics of the same names on both ranks, of other names, and of none on one of them."""
+    model = Weight()
+    kept = {
+        "same": [{"a": (1.0 + rank, 4)}, {"a": (3.0, 4)}],
+        "other": [{"a": (1.0, 4)}, {"b": (torch.tensor(2.0), 4)}][rank : rank + 1],
+        "none": [{"a": (1.0, 4)}, None][rank : rank + 1],
+    }
+    found = {}
+    for name, metrics in kept.items():
+        brought = iter(metrics)
+        engine = Engine(
+            DistributedDataParallel(model),
+            torch.optim.SGD(model.parameters(), 0.0),
+            loss=lambda m, x, brought=brought: Loss(m(x).sum(), 1.0, metrics=next(brought)),
+        )
+        result = engine.step_window([torch.ones(1)] * len(metrics))
+        found[name] = {key: float(value) for key, value in result.metrics.items()}
+    return found
+
+
 def reaching(rank):
     """Losses that reach a part only, and repeated calls by hand."""
     found = []
@@ -405,6 +426,7 @@ SCENARIOS = (
     several,
     empty_at_the_end,
     counting_nothing,
+    measuring,
     reaching,
     contradicting,
     unused,
@@ -439,6 +461,11 @@ def test_a_rank_that_counts_nothing_in_a_micro_batch_or_a_window_is_waited_for_n
     for gradient, loss in ranks["counting_nothing"]:
         assert gradient == 4.0  # (6 + 2 + 4) / 3
         assert loss == (0.1 + 0.2) / 2  # in float64, also where no loss was run
+
+
+def test_metrics_are_averaged_by_name_also_where_ranks_have_other_ones(ranks):
+    for found in ranks["measuring"]:
+        assert found == {"same": {"a": 9 / 16}, "other": {"a": 0.25, "b": 0.5}, "none": {"a": 0.25}}
 
 
 def test_c120_losses_that_reach_a_part_only_are_reduced_too_and_so_are_repeated_calls_by_hand(ranks):

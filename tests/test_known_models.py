@@ -1,3 +1,4 @@
+import importlib
 import json
 import sys
 import types
@@ -177,6 +178,14 @@ def test_a_file_that_is_no_configuration_is_refused_by_name(tmp_path, values, pa
     with pytest.raises(PlanError, match=part) as caught:
         known_models.job_from_config(path, "causal-lm")
     assert "config.json" in caught.value.what
+
+
+def test_a_type_that_nobody_knows_is_told_how_many_there_are(tmp_path):
+    known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    with pytest.raises(PlanError) as caught:
+        known_models.job_from_config(write_config(tmp_path, {"model_type": "berd"}), "causal-lm")
+    assert f"one of the {sum(1 for _ in known.keys())} types" in caught.value.expected
+    assert "bert" in known
 
 
 @pytest.mark.parametrize(("task", "hint"), [("", "causal-lm"), ("casual-lm", "causal-lm")])

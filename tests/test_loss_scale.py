@@ -176,6 +176,23 @@ def test_c043_a_scale_that_is_too_high_is_found_within_four_skipped_windows(part
         assert engine.model.w.item() == -10.0 * (len(results) - first)
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_c043_a_search_for_anomalies_takes_no_overflow_for_a_bug_and_finds_a_bug():
+    def loss(model, x):  # the second half is 0 * inf, a NaN, where the scaled gradient overflows
+        return (half_product(model, x) * torch.tensor([1.0, 0.0]).half()).sum()
+
+    engine = make(Weight(0.0), loss, precision="16-mixed")
+    with torch.autograd.set_detect_anomaly(True):
+        results = [engine.step(torch.tensor([10.0])) for _ in range(5)]
+        assert torch.is_anomaly_check_nan_enabled()
+        wrong = make(Weight(0.0), lambda model, x: (model(x) * 0).sqrt().sum() * 0.0)
+        with pytest.raises(RuntimeError, match="nan values"):
+            wrong.step(torch.tensor([10.0]))
+    assert [result.skipped for result in results] == [True] * 4 + [False]
+    assert results[4].loss_scale == 4096.0
+    assert engine.model.w.item() == -10.0
+
+
 @pytest.mark.parametrize("infinite", [(), (1,), (1, 2), (0, 1, 2, 3)])
 def test_c031_the_scale_is_frozen_for_the_length_of_a_window_and_moves_once(infinite):
     model, seen = Weight(0.0), []

@@ -9,10 +9,11 @@ from torch import nn
 
 from snugfit import capped, run_progress, runs, sizes
 from snugfit.errors import BatchError, InfeasibleError, PlanError, UnsupportedError
-from snugfit.jobs import Job
+from snugfit.jobs import Job, Loss
 from snugfit.memory.measuring import measure
 from snugfit.memory.reports import MemoryReport, PeakAt, margin_bytes
 from snugfit.plans import Plan
+from snugfit.training.counting import tokens
 
 MIB = sizes.MIB
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a memory cap needs Linux")
@@ -91,6 +92,32 @@ def test_data_without_a_batch_is_an_error(tmp_path):
     assert not (tmp_path / "report.json").exists()
 
 
+@pytest.mark.parametrize("data", [lambda: None, lambda: 3])
+def test_data_that_cannot_be_gone_through_is_an_error(tmp_path, data):
+    with pytest.raises(BatchError, match="cannot be gone through"):
+        runs.train(job(data=data), PLAN, steps=1, run_dir=tmp_path, device="cpu")
+
+
+def test_c009_the_report_repeats_what_losses_are_means_over(tmp_path):
+    def weight(micro_batch):
+        return float(micro_batch["target"].numel())
+
+    def reported(model, micro_batch):
+        return Loss(loss(model, micro_batch) * 2.0, 2.0)
+
+    counted = {
+        "samples": {},
+        'snugfit.tokens(ignore_index=-1, key="target")': {"count": tokens(-1, key="target")},
+        weight.__qualname__: {"count": weight},
+    }
+    for wanted, settings in counted.items():
+        assert runs.train(job(**settings), PLAN, steps=1, run_dir=tmp_path, device="cpu").counted == wanted
+        assert json.loads((tmp_path / "report.json").read_text())["counted"] == wanted
+    own = Job(lambda: nn.Linear(8, 1), reported, sgd, batch)
+    outcome = runs.train(own, PLAN, steps=1, run_dir=tmp_path, device="cpu")
+    assert outcome.counted == "1 counts that losses report themselves, else samples"
+
+
 def test_the_same_seed_gives_the_same_run_and_the_callers_random_state_is_kept(tmp_path):
     losses = []
     for name in ("first", "second"):
@@ -125,10 +152,17 @@ def test_resuming_is_refused_by_name(tmp_path):
         runs.train(job(), PLAN, steps=1, run_dir=tmp_path, resume=True)
 
 
-@pytest.mark.parametrize("steps", [0, -1, 2.5])
+@pytest.mark.parametrize("steps", [0, -1, 2.5, True])
 def test_a_run_needs_at_least_one_step(tmp_path, steps):
     with pytest.raises(PlanError, match="steps"):
         runs.train(job(), PLAN, steps=steps, run_dir=tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (None, 3, tmp_path / "file"):
+        with pytest.raises(PlanError, match="folder of the run"):
+            runs.train(job(), PLAN, steps=1, run_dir=folder, device="cpu")
 
 
 @linux

@@ -140,6 +140,16 @@ def test_other_objects_are_refused_by_type_and_key(value, kind):
     assert caught.value.path == "batch['odd'][1]"
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_batches_are_cut_by_rows_and_what_has_no_rows_to_choose_is_refused_by_name():
+    dense = torch.tensor([[0.0, 1.0], [2.0, 0.0], [0.0, 3.0]])
+    parts = split({"x": dense.to_sparse(), "y": dense}, 2)
+    assert [part["x"].to_dense().tolist() for part in parts] == [[[0.0, 1.0], [2.0, 0.0]], [[0.0, 3.0]]]
+    assert resize(dense.to_sparse(), 4).to_dense().tolist() == [*dense.tolist(), [0.0, 1.0]]
+    with pytest.raises(BatchError, match=r"sparse_csr tensor, which cannot be cut: batch\['x'\]"):
+        split({"x": dense.to_sparse_csr()}, 2)
+
+
 def test_packed_sequences_and_nested_tensors_are_refused_by_name():
     packed = pack_sequence([torch.zeros(2), torch.zeros(1)])
     with pytest.raises(BatchError, match="PackedSequence"):

@@ -74,6 +74,16 @@ def test_tied_weights_are_saved_once_and_what_torch_hangs_on_a_state_is_kept():
     assert state._metadata == model.state_dict()._metadata
 
 
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_a_state_fits_the_model_compiled_or_not():
+    plain = trained()
+    compiled = trained(model=torch.compile(LinearStack(depth=2), backend="eager"))
+    assert list(compiled.state_dict()["model"]) == list(plain.model.state_dict())
+    compiled.load_state_dict(plain.state_dict())
+    assert same_bits(state_of(plain.model), state_of(compiled.close()))
+    plain.load_state_dict(compiled.state_dict())
+
+
 def without(state, *path):
     state = copy.deepcopy(state)
     inner = state

@@ -9,8 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models import WIDTH, LinearStack, Weight, mean_product, regression_batch, squared_error
 from snugfit import DeviceMemoryError, Loss, PlanError
+from snugfit.training.hooks import Hooks
 from snugfit.training.nonfinite import decider
-from snugfit.training.step import Hooks, run_window
+from snugfit.training.step import run_window
 from tolerances import EXACT_VALUE
 
 HOOKS = Hooks(

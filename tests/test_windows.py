@@ -2,6 +2,7 @@ import dataclasses
 import gc
 import math
 import traceback
+import warnings
 import weakref
 from collections import deque
 
@@ -162,6 +163,26 @@ def test_an_empty_loader_makes_no_window():
     assert list(engine.windows([], 3)) == []
     assert list(engine.windows(iter(()), 3, tail="drop")) == []
     assert engine.step_count == 0
+
+
+def test_a_micro_batch_without_samples_counts_nothing_wherever_it_is():
+    rows = torch.tensor([1.0, 2.0, 6.0])
+    for largest in (3, 1):  # 1: larger micro-batches run out of memory, and are cut
+
+        def loss(model, x, largest=largest):
+            if len(x) > largest:
+                raise torch.OutOfMemoryError
+            return mean_product(model, x)
+
+        model = Weight(0.0)
+        engine = Engine(model, torch.optim.SGD(model.parameters(), 1.0), loss=loss)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="out of memory")
+            engine.step_window([rows[:0], rows[:2], rows[1:1], rows[2:]])
+        assert model.w.item() == -3.0  # (1 + 2 + 6) / 3
+        assert engine.sample_count == 3
+        empty = engine.step_window([rows[:0]])
+        assert (empty.reason, empty.count, engine.step_count) == ("empty", 0.0, 1)
 
 
 @pytest.mark.parametrize("given", [torch.ones(4), {"x": torch.ones(4)}, 5, "four"])

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class RunResult:
     peak_memory_bytes: int | None
     peak_memory_source: str
     "What was read, in one sentence."
+    counted: str
+    "What losses are means over."
     predicted: Mapping[str, Any] | None
     "The predicted ``MemoryReport`` as a dictionary, where one was given."
     notes: tuple[str, ...]
@@ -83,7 +85,7 @@ def train(
 
     Raises:
         UnsupportedError: ``resume=True``.
-        PlanError: ``steps`` below 1, or the job contradicts the plan.
+        PlanError: ``steps`` below 1, a folder that cannot be made, or the job contradicts the plan.
         BatchError: ``job.data()`` has no batch.
         NonFiniteError: See ``Job.nonfinite``; the window is then saved in the folder, for ``diagnose``.
         DeviceMemoryError: Out of memory; the folder then has no report.
@@ -95,15 +97,14 @@ def train(
             expected="resume=False: this version saves no training state",
             hint="start afresh with resume=False",
         )
-    if not isinstance(steps, int) or steps < 1:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise PlanError(
             "steps must be a whole number of at least 1", got=f"steps={steps!r}", expected=">= 1", hint="pass steps=100"
         )
     admission.check_job(job)
     admission.check_is_plan(plan)
     target = build.present(device)
-    folder = Path(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _made(run_dir)
     for name in (REPORT, METRICS, saved_window.FILE):
         (folder / name).unlink(missing_ok=True)
     plan.save(folder / PLAN)
@@ -151,6 +152,9 @@ def train(
                 metrics.write(json.dumps(line) + "\n")
                 progress.updated(line)
             seconds = time.perf_counter() - start
+        counted = engine.runner.counting.unit
+        if engine.num_denominators:
+            counted = f"{engine.num_denominators} counts that losses report themselves, else {counted}"
         engine.close()
     outcome = RunResult(
         run_dir=str(folder),
@@ -161,6 +165,7 @@ def train(
         last_loss=losses[-1],
         peak_memory_bytes=memory.peak_bytes(),
         peak_memory_source=memory.source,
+        counted=counted,
         predicted=predicted,
         notes=tuple(notes),
     )
@@ -169,11 +174,30 @@ def train(
     return outcome
 
 
+def _made(run_dir: object) -> Path:
+    """The folder of a run, made if it is not there.
+
+    Raises:
+        PlanError: It is no path, or cannot be a folder.
+    """
+    try:
+        folder = Path(run_dir)  # type: ignore[arg-type]
+        folder.mkdir(parents=True, exist_ok=True)
+    except (TypeError, OSError) as error:
+        raise PlanError(
+            "the folder of the run cannot be made",
+            got=f"run_dir={run_dir!r}: {error}",
+            expected="a path that is a folder, or where one can be made",
+            hint='pass run_dir="runs/one"',
+        ) from error
+    return folder
+
+
 def _batches(job: Job, plan: Plan) -> Iterator[Any]:
     """Full batches without end: the job's data again and again, or its example batch.
 
     Raises:
-        BatchError: A pass over the data brings no batch.
+        BatchError: A pass over the data brings no batch, or there is nothing to pass over.
     """
     if job.data is None:
         batch = example.example_batch(job, plan.samples_per_rank)
@@ -181,7 +205,15 @@ def _batches(job: Job, plan: Plan) -> Iterator[Any]:
             yield batch
     while True:
         is_empty = True
-        for batch in job.data():
+        data = job.data()
+        if not isinstance(data, Iterable):
+            raise BatchError(
+                "the job's data cannot be gone through",
+                got=f"job.data() returned {type(data).__name__}",
+                expected="an iterable of full batches, such as a DataLoader",
+                hint="return the loader from data(), as in data=lambda: loader",
+            )
+        for batch in data:
             is_empty = False
             yield batch
         if is_empty:

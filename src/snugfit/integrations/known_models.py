@@ -159,11 +159,12 @@ def job_from_config(
     known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in known:
-        near = _nearest(str(model_type), tuple(known.keys()))
+        types = tuple(known.keys())  # of a mapping that loads lazily, whose own length is 0
+        near = _nearest(str(model_type), types)
         raise PlanError(
             f"{os.fspath(path)!r} has no model type that transformers knows",
             got=f"model_type={model_type!r}",
-            expected=f"one of the {len(known)} types of transformers {library.__version__}",
+            expected=f"one of the {len(types)} types of transformers {library.__version__}",
             hint=f"set model_type to {near!r}, or write a job file" if model_type else 'add "model_type" to the file',
         )
     # The precision is the plan's: a type of the stored weights must not make the model.

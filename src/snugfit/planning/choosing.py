@@ -212,6 +212,7 @@ class Search:
                 best, chosen = self._larger(traced, like, ANY, worth=_AS_FAST), choice
             if better and not self._has_room(traced) and not self._unseen(families):
                 break
+        best = self._evener(best, families)
         if best is None:
             settled = [traced for traced in map(self._settled, middle) if traced.fits]
             best = min(settled, key=lambda traced: traced.step_time_s, default=None)
@@ -219,6 +220,16 @@ class Search:
         if best is None:
             raise self._without_plan()
         return self._in_faster_precision(best, families), chosen
+
+    def _evener(self, best: TracedPlan | None, families: Sequence[Plan]) -> TracedPlan | None:
+        """A plan that treats all units alike, if one fits that promises to be faster: its fragments are its own."""
+        for _ in range(_MOST_HOPES):
+            forms = [form for family in families for form in self.joint.variants(family)]
+            choice = self._fastest([one for form in forms for one in self.joint.evenly(form)], best, _FASTER)
+            traced = None if choice is None else self._attempt(choice)
+            if traced is not None and traced.fits and (best is None or traced.step_time_s < best.step_time_s):
+                best = traced
+        return best
 
     def _in_faster_precision(self, best: TracedPlan, families: Sequence[Plan]) -> TracedPlan:
         """The same plan in another precision in which the whole batch is faster, if it fits and is faster as well.
@@ -362,6 +373,7 @@ class Search:
 _MOST_TRACES = 8
 "Choices that are traced before the search is content with what fits."
 _MOST_OF_A_RUNG = 5
+_MOST_HOPES = 2
 _FASTER, _AS_FAST, _MUCH_FASTER, _FASTER_RUNG = 0.995, 1.01, 0.9, 0.97
 "Ratio of step times below which another trace is worth making; a rung is to show what a technique costs."
 _STRIDE = 3

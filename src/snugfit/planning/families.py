@@ -105,6 +105,15 @@ class Family:
         work = self._base.base.recording.work
         return any(item.phase == "optimizer" and item.op.startswith("_foreach") for _, item in work)
 
+    def num_micro_steps(self, num_samples: int, micro_batch_size: int) -> float:
+        """Number of micro-batches of a batch, the last smaller one counted by the time that it takes of a full one."""
+        full, rest = divmod(num_samples, micro_batch_size)
+        if not rest:
+            return full
+        elements = self._elements(0, first=False)
+        times = [held_up.spent(self._base, size, elements).of_step(self._base) for size in (rest, micro_batch_size)]
+        return full + times[0] / times[1] if times[1] else full + 1
+
     def segments(self, chain: Chain, choices: Sequence[Span]) -> tuple[Segment, ...]:
         """The segments of a plan in which the units of a chain run in this way."""
         return tuple(self._segments(chain, choices))
@@ -126,7 +135,7 @@ class Family:
         first = number == 1
         elements = self._elements(0, first)
         surroundings = self._of_trace(0, size, first)
-        sizes, spent = self._base.birth_bytes(size), held_up.spent(self._base, size)
+        sizes, spent = self._base.birth_bytes(size), held_up.spent(self._base, size, self._elements(0, first=False))
         built, held = [], []
         left_alive = self._left_alive(size, number)
         for place, element in enumerate(elements):
@@ -255,7 +264,7 @@ class Family:
 
 def measured(trace: ScaledTrace, elements: Sequence[Element], micro_batch_size: int) -> tuple[Measures, ...]:
     """The measures of the elements of a trace at another micro-batch size."""
-    work_ns = held_up.spent(trace, micro_batch_size).as_traced
+    work_ns = held_up.spent(trace, micro_batch_size, elements).as_traced
     return measure(trace.base.recording, elements, trace.birth_bytes(micro_batch_size), work_ns)
 
 

@@ -11,6 +11,7 @@ NOTE [Where the host is the slower one]
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from snugfit.hardware import Device
 from snugfit.memory.events import Work
 from snugfit.planning import cost
-from snugfit.planning.cutting import Sizes
+from snugfit.planning.cutting import Element, Sizes
 from snugfit.planning.scaling import ScaledTrace
 
 _Seconds = npt.NDArray[np.float64]
@@ -35,43 +36,62 @@ class Spent:
     by_watching: Sizes
     "What keeping some results of forward adds to each of its pieces."
 
+    def of_step(self, trace: ScaledTrace) -> int:
+        """Nanoseconds of the last micro-step of a trace, without what it recomputes."""
+        start, end = trace.steps[-1]
+        work = trace.base.recording.work
+        own = [i for i, (position, item) in enumerate(work) if start < position <= end and not _is_added(item)]
+        watched = [i for i in own if work[i][1].is_watched]
+        return int(self.as_traced[own].sum() - self.by_watching[watched].sum())
 
-def spent(trace: ScaledTrace, micro_batch_size: int) -> Spent:
-    """What each piece of a trace's work takes at another micro-batch size; see the NOTE."""
-    work, device = trace.work(micro_batch_size), trace.base.device
-    bare = [item._replace(is_repeated=False, is_watched=False, begins="") for item in work]
+
+def spent(trace: ScaledTrace, micro_batch_size: int, elements: Sequence[Element]) -> Spent:
+    """What each piece of a trace's work takes at another micro-batch size; see the NOTE.
+
+    Args:
+        trace: Of all of it.
+        micro_batch_size: In samples.
+        elements: Of its last micro-step; those with a name could be recomputed.
+    """
+    traced, device = trace.work(micro_batch_size), trace.base.device
+    work = [item._replace(is_watched=False) for item in traced]
+    again = [item._replace(is_repeated=True, begins="") for item in work]
     card, host = _taken(work, device)
-    card_bare, host_bare = _taken(bare, device)
-    card_again, host_again = _taken([item._replace(is_repeated=True) for item in bare], device)
-    card_watched, host_watched = _taken([item._replace(is_watched=True) for item in bare], device)
+    card_again, host_again = _taken(again, device)
+    card_watched, host_watched = _taken([item._replace(is_watched=True) for item in work], device)
 
     times_run = _times_run(trace, len(work))
-    is_added = _flags(item.is_repeated or item.is_watched or item.begins == "segment" for item in work)
-    is_forward = _flags(item.phase == "forward" for item in work) & ~is_added
+    is_added, is_watched = _flags(map(_is_added, work)), _flags(item.is_watched for item in traced)
     begins = _flags(item.begins == "segment" for item in work)
-    begun = times_run[begins] @ (host - host_again)[begins] / max(times_run[is_added].sum(), 1)
+    units = [element for element in elements if element.unit]
+    pieces = [i for unit in units for i in range(*unit.forward_work)]
+    forward = np.bincount(trace.kind_of[pieces], minlength=len(work))
 
-    seconds = card
-    seen = {
-        "forward": float(times_run[is_forward] @ host_watched[is_forward]),
-        "backward": float(times_run[is_forward] @ (host_again + begun)[is_forward]),
-    }
+    seconds, spare = card, {}
     for phase in {item.phase for item in work}:
-        own = _flags(item.phase == phase for item in work)
-        spare = float(times_run[own & ~is_added] @ (card - host)[own & ~is_added])
-        if spare < 0:
-            seconds = np.where(own & ~is_added, host, seconds)
-        if phase in seen:
-            seen[phase] = max(1 - max(spare, 0.0) / seen[phase], 0.0) if seen[phase] else 0.0
-            seconds = np.where(own & is_added, np.maximum(card, seen[phase] * host), seconds)
-    again = np.maximum(card_again, seen["backward"] * host_again)
-    watching = card_watched - card_bare + seen["forward"] * (host_watched - host_bare)
-    return Spent(*(np.rint(1e9 * each).astype(np.int64)[trace.kind_of] for each in (seconds, again, watching)))
+        own = _flags(item.phase == phase for item in work) & ~is_added
+        spare[phase] = float(times_run[own] @ (card - host)[own])
+        if spare[phase] < 0:
+            seconds = np.where(own, host, seconds)
+    added = forward @ host_again + len(units) * float((host - host_again)[begins].max(initial=0.0))
+    unseen = _share_unseen(spare.get("backward", 0.0), added)
+    if (1 - unseen) * added > forward @ card_again:
+        card_again, seconds = (1 - unseen) * host_again, np.where(is_added, (1 - unseen) * host, seconds)
+    unseen = _share_unseen(spare.get("forward", 0.0), forward @ (host_watched - host))
+    watching = card_watched - card + (1 - unseen) * (host_watched - host)
+    seconds = seconds + np.where(is_watched, watching, 0.0)
+    return Spent(*(np.rint(1e9 * each).astype(np.int64)[trace.kind_of] for each in (seconds, card_again, watching)))
 
 
 def _taken(work: Sequence[Work], device: Device) -> tuple[_Seconds, _Seconds]:
-    """Seconds of each piece on the device, and those of the host beside a card."""
-    return np.array(cost.times(work, device)), np.array(cost.host_times(work, device))
+    """Seconds of each piece on the device, and those of the host beside a card, for which each micro-step is alike."""
+    alike = [item._replace(begins="micro-batch") if item.begins == "window" else item for item in work]
+    return np.array(cost.times(work, device)), np.array(cost.host_times(alike, device))
+
+
+def _share_unseen(spare: float, added: Any) -> float:
+    """The share of what is added for the host that a card hides which has as much more to do."""
+    return min(max(spare, 0.0) / added, 1.0) if added else 0.0
 
 
 def _times_run(trace: ScaledTrace, num_kinds: int) -> Sizes:
@@ -80,6 +100,11 @@ def _times_run(trace: ScaledTrace, num_kinds: int) -> Sizes:
     in_step = [start < position <= end for position, _ in trace.base.recording.work]
     found: Sizes = np.bincount(trace.kind_of[in_step], minlength=num_kinds)
     return found
+
+
+def _is_added(work: Work) -> bool:
+    """Whether something runs for recomputation only."""
+    return work.is_repeated or work.begins == "segment"
 
 
 def _flags(values: Iterable[bool]) -> _Flags:

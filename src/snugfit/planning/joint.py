@@ -8,7 +8,7 @@ size the solver gives the fastest way to run that chain within the budget. What 
 import gc
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -165,6 +165,16 @@ class JointSearch:
         """The best of a family and of each of its other forms."""
         return [choice for choice in map(self.best, self.variants(family)) if choice is not None]
 
+    def evenly(self, like: Plan) -> Iterator[Choice]:
+        """Choices of a family that recompute nothing, or every unit, and fit if they reserve no more than predicted."""
+        for size in self.sizes(family_of(like)):
+            plan = replace(like, micro_batch_size=size)
+            with suppress(BatchError):
+                chain = self.chain(plan)
+                for spans in dict.fromkeys((chain.all_by(NOTHING), chain.all_by(units.FULL))):
+                    if chain.needed_bytes(spans) <= self.allowed_bytes:
+                        yield self.choice(plan, chain, spans, chain.extra_ns(spans))
+
     def smallest(self, like: Plan, recompute: str = ANY) -> Choice:
         """The choice of a family that is predicted to need least: of the smallest size, or of the whole batch."""
         sizes = self.sizes(family_of(like))
@@ -317,7 +327,7 @@ class JointSearch:
         return self.allowed_bytes - self.learnt.beyond(kind_of(plan, recomputed))
 
     def _seconds(self, plan: Plan, chain: Chain, extra_ns: int) -> float:
-        rounds = plan.samples_per_rank / plan.micro_batch_size
+        rounds = self._family(plan).num_micro_steps(plan.samples_per_rank, plan.micro_batch_size)
         computing = (rounds * (chain.plain_ns + extra_ns) + chain.update_ns) / 1e9
         if plan.world_size == 1:
             return computing

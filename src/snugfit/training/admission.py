@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from snugfit.errors import PlanError, UnsupportedError, warn
 from snugfit.jobs import Job, check_module
@@ -323,12 +324,29 @@ def _check_model(model: nn.Module) -> None:
             expected="static_graph=False",
             hint="wrap the model without static_graph",
         )
+    if isinstance(getattr(model, "_orig_mod", None), nn.parallel.DistributedDataParallel):
+        raise UnsupportedError(
+            "torch.compile around DDP hides from the engine when ranks reduce gradients",
+            got="torch.compile(DistributedDataParallel(model))",
+            expected="a compiled module inside of DDP",
+            hint="wrap the compiled module: DistributedDataParallel(torch.compile(model))",
+        )
     if any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
         raise UnsupportedError(
             "FSDP2 is not supported yet",
             got=type(model).__name__,
             expected="a plain module, or one in DDP",
             hint="wrap the model in DistributedDataParallel instead",
+        )
+    # a window copies buffers before the first forward would make them
+    lazy = [name for name, buffer in model.named_buffers() if is_lazy(buffer)]
+    if lazy:
+        raise UnsupportedError(
+            "the model has lazy buffers, whose shapes are known only when it has run once",
+            got=f"{len(lazy)} uninitialized buffers, the first is {lazy[0]}",
+            expected="buffers with shapes",
+            hint="run the model once before, on one sample",
+            module=lazy[0].rpartition(".")[0],
         )
     for name, parameter in model.named_parameters():
         updates = getattr(parameter, "_in_backward_optimizers", None)

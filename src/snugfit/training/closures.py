@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from snugfit.errors import PlanError, UnsupportedError
 from snugfit.training import precision, recovery
-from snugfit.training.step import Outcome, Window
+from snugfit.training.hooks import Outcome
+from snugfit.training.step import Window
 
 _HISTORY = ("old_dirs", "old_stps", "ro")
 "State of L-BFGS whose tensors are never written to."

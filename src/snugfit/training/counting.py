@@ -198,6 +198,14 @@ class Counting:
             self._is_doubtful = any(is_doubtful(self._count, one) for one in (batch, *more))
         return self._count
 
+    @property
+    def unit(self) -> str:
+        """What is counted, as it is written in a script."""
+        tokens_in_code = in_code(self._count, None)
+        if tokens_in_code is not None:
+            return tokens_in_code.argument
+        return str(self._count) if isinstance(self._count, str) else getattr(self._count, "__qualname__", "a function")
+
     def end_window(self, *, is_reported: bool) -> None:
         """Warn, once, after a window in which a mean over tokens was weighted as if all had the same number of them.
 

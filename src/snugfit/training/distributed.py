@@ -1,6 +1,6 @@
 """The ranks of a training run: how many there are, sums over them, and whether they still agree.
 
-Entry points: ``world_size``, ``reduce_counts`` and ``check_ranks``. A single process pays for nothing here.
+Entry points: ``world_size``, ``reduce_counts``, ``gather`` and ``check_ranks``. A single process pays for nothing here.
 Reducing gradients is DDP's.
 """
 
@@ -38,6 +38,13 @@ def reduce_counts(values: Sequence[float | Tensor], device: torch.device) -> lis
     packed = torch.stack([torch.as_tensor(value, dtype=wide, device=device).detach() for value in values])
     dist.all_reduce(packed)
     return [packed[i] if isinstance(value, Tensor) else float(packed[i]) for i, value in enumerate(values)]
+
+
+def gather(names: list[str]) -> list[list[str]]:
+    """The names that every rank has."""
+    found: list[list[str]] = [[]] * world_size()
+    dist.all_gather_object(found, names)
+    return found
 
 
 def check_ranks(model: nn.Module) -> None:

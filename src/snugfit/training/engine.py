@@ -31,10 +31,11 @@ from snugfit.training import (
 )
 from snugfit.training import nonfinite as nonfinite_policy
 from snugfit.training.counting import Counting
+from snugfit.training.hooks import Outcome
 from snugfit.training.precision import scaler as scaler_of
 from snugfit.training.runner import Runner
 from snugfit.training.state import Parts, collect, load
-from snugfit.training.step import Outcome, Window
+from snugfit.training.step import Window
 from snugfit.training.windows import HandWindow, MicroBatches, StepResult
 
 
@@ -344,4 +345,5 @@ class Engine:
 
     def _parts(self) -> Parts:
         model = checkpointing.unwrapped(self.model)
+        model = getattr(model, "_orig_mod", model)  # torch.compile's: a state fits with and without it
         return Parts(model, self.optimizers, self.schedulers, self.runner.scaler, self.runner.device)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from snugfit.errors import PlanError
-from snugfit.training.step import First
+from snugfit.training.hooks import First
 from snugfit.training.weighting import Number, as_float
 
 if TYPE_CHECKING:

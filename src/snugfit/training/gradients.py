@@ -79,6 +79,20 @@ class Apart:
         return before
 
 
+def add(tensor: Tensor, leaves: Sequence[Tensor], *, retain_graph: bool) -> None:
+    """Add the gradients of a tensor to those of some leaves, past the hooks in which DDP reduces.
+
+    Args:
+        tensor: Is differentiated.
+        leaves: Whose gradients; those that it does not depend on keep what they have.
+        retain_graph: Whether the graph is needed again.
+    """
+    found = torch.autograd.grad(tensor, leaves, retain_graph=retain_graph, allow_unused=True)
+    for leaf, gradient in zip(leaves, found, strict=True):
+        if gradient is not None:
+            leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+
 class Watch:
     """Notices gradients that someone clears, replaces or changes between two backwards of a window."""
 

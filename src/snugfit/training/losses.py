@@ -22,15 +22,15 @@ NOTE [Several denominators]
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from snugfit.errors import PlanError
+from snugfit.training.metrics import Metrics
 from snugfit.training.weighting import Number, Reduce, Term, Weighting, as_float, power_of_two
 
 
@@ -66,6 +66,7 @@ class Losses:
         shares: How the job's denominator is weighted.
         decide: Says ``"empty"`` of a count of the device that is 0.
         reduce_counts: Sums over all ranks.
+        gather: The names that every rank has.
         ranks: Their number.
         references: R of the denominators that losses report, in the order of their places; None: not known yet.
     """
@@ -76,6 +77,7 @@ class Losses:
         shares: Weighting,
         decide: Callable[[Tensor | None, Number], str | None],
         reduce_counts: Reduce,
+        gather: Callable[[list[str]], Sequence[list[str]]],
         ranks: int,
         references: Sequence[Number | None] | None,
     ) -> None:
@@ -86,7 +88,7 @@ class Losses:
         self._places: list[Denominator] = []
         self._micro_batch = -1
         self._place = self._first = 0
-        self._metrics: dict[str, tuple[Number, Number]] = {}
+        self._metrics, self._gather = Metrics(ranks), gather
 
     def weigh(self, i: int, terms: Sequence[Term], *, complete: bool) -> list[tuple[Tensor | None, Denominator]]:
         """What to back-propagate for the losses of micro-batch i, and the denominator of each.
@@ -110,7 +112,7 @@ class Losses:
             self._check_ranks(terms)
         weighted = []
         for term in terms:
-            self._add_metrics(term.metrics)
+            self._metrics.add(term.metrics)
             denominator = self._denominator(term)
             self._place += 1
             tensor = self._weighted_by_report(term, denominator) if denominator.own else self._weighted(term)
@@ -119,6 +121,23 @@ class Losses:
                 denominator.loss = denominator.loss + value if isinstance(denominator.loss, Tensor) else value
             weighted.append((tensor, denominator))
         return weighted
+
+    def can_go_on(self, *, is_last: bool) -> bool:
+        """Whether this rank can take part in what the others wait for, although a micro-batch brought no losses.
+
+        In an engine's first window the others ask at their first micro-batch, and are told here that it cannot. Later
+        they count what they counted before; several denominators are not known to a rank that has none in this window.
+
+        Args:
+            is_last: Whether there is no further micro-batch, which may bring some.
+        """
+        if self.denominators:
+            return True
+        if self._references is None:
+            with suppress(PlanError):  # others raise it
+                self._check_ranks([])
+            return False
+        return not is_last or len(self._references) <= 1
 
     def settle(self) -> None:
         """Fix the total and the factor of every denominator, with one message among ranks where losses report any."""
@@ -130,7 +149,7 @@ class Losses:
             self._fix(denominator, total)
 
     def totals(
-        self, nothing: Tensor, is_refused: bool = False, *, agree: bool = False
+        self, nothing: Tensor, settled: Callable[[float], bool], flag: float
     ) -> tuple[Tensor, dict[str, Number], Number, bool]:
         """Loss, metrics and count of the window over all ranks, and whether any of them refused it.
 
@@ -138,8 +157,8 @@ class Losses:
 
         Args:
             nothing: A loss of 0, of the device and the type of losses: what a rank brings that ran none.
-            is_refused: Whether this rank refuses the window.
-            agree: Whether ranks ask each other for it, in the same message; the host then waits for the answer.
+            settled: Whether any rank refuses the window, from the sum of all flags.
+            flag: What this rank tells the others in the same message.
 
         Raises:
             PlanError: A micro-batch brought fewer losses than others.
@@ -148,20 +167,15 @@ class Losses:
         if not self.denominators:  # nothing ran
             self.denominators.append(Denominator(False, self._shares.reference))
         lone = self.denominators[0] if len(self.denominators) == 1 else None
-        names = sorted(self._metrics)
         losses = [one.loss if isinstance(one.loss, Tensor) else nothing for one in self.denominators]
         reported = [lone.reported] if lone is not None else []
-        flags = [float(is_refused)] if agree else []
-        sums = list(self._reduce([*losses, *reported, *(v for name in names for v in self._metrics[name]), *flags]))
-        if flags:
-            is_refused = float(sums.pop()) != 0
+        sums = list(self._reduce([*losses, *reported, *self._metrics.digest(), flag]))
+        is_refused = settled(float(sums.pop()))
+        self._metrics.agree([float(number) for number in sums[len(losses) + len(reported) :]], self._gather)
+        metrics = self._metrics.means(self._reduce)
         if lone is not None:
             known = self._shares.total
             self._fix(lone, sums[1] if lone.own or known is None else known)
-        pairs = sums[len(losses) + len(reported) :]
-        metrics = {
-            name: _ratio(total, number) for name, total, number in zip(names, pairs[::2], pairs[1::2], strict=True)
-        }
         count = self._count()
         if is_zero(count):
             return torch.full_like(losses[0], math.nan), metrics, count, is_refused
@@ -337,18 +351,9 @@ class Losses:
                 got=f"{len(terms)} losses here, {int(sizes[1])} with a count of their own; {sums[0]:g} and {sums[1]:g} "
                 f"on all {self._ranks} ranks",
                 expected="as many, of the same kinds, on every rank",
-                hint="return a Loss with a count of 0 where there is nothing to count",
+                hint="return a Loss with a count of 0 where there is nothing to count; a rank whose loss function "
+                "fails in the first window has 0, and raises its own error",
             )
-
-    def _add_metrics(self, metrics: Mapping[str, tuple[Any, Any]]) -> None:
-        if not isinstance(metrics, Mapping):
-            raise _bad_metric(type(metrics).__name__)
-        for name, pair in metrics.items():
-            if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_scalar, pair)):
-                raise _bad_metric(f"{name!r}: {pair!r}")
-            total, count = (v.detach().reshape(()) if isinstance(v, Tensor) else float(v) for v in pair)
-            sums = self._metrics.get(name, (0.0, 0.0))
-            self._metrics[name] = (sums[0] + total, sums[1] + count)
 
 
 def is_zero(count: Number | None) -> bool:
@@ -372,20 +377,3 @@ def _detached(count: Number) -> Number:
         expected=">= 0, finite; a number, or a 0-dimensional tensor",
         hint="return snugfit.Loss(total, count=number of counted units)",
     )
-
-
-def _is_scalar(value: object) -> bool:
-    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-
-
-def _bad_metric(got: str) -> PlanError:
-    return PlanError(
-        "Loss.metrics does not say what is to be averaged",
-        got=got,
-        expected="a mapping of name to (sum, count), both numbers or 0-dimensional tensors",
-        hint='return snugfit.Loss(total, count, metrics={"accuracy": (hits.sum(), count)})',
-    )
-
-
-def _ratio(total: Number, count: Number) -> Number:
-    return math.nan if is_zero(count) else total / count

@@ -8,7 +8,7 @@ import functools
 import math
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -136,6 +136,19 @@ def warn_of_emulation(precision: str, device: torch.device) -> None:
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """The context in which backward and update run as recorded, whatever autocast the caller is in."""
     return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
+def of_backward(device_type: str, loss_scale: float | None) -> AbstractContextManager[Any]:
+    """The context in which a backward runs: without autocast, and without torch's search for NaN under a loss scale.
+
+    That search (``torch.autograd.set_detect_anomaly``) would take an overflow, which the scale is found by, for a bug
+    and end the run. What an operation was called from is still told.
+    """
+    contexts = ExitStack()
+    contexts.enter_context(without_autocast(device_type))
+    if loss_scale is not None and loss_scale > 1 and torch.is_anomaly_enabled():
+        contexts.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+    return contexts
 
 
 class Scaler:

@@ -32,9 +32,10 @@ from snugfit.training import nonfinite as nonfinite_policy
 from snugfit.training.chunked_loss import Planned
 from snugfit.training.counting import Counting
 from snugfit.training.diagnosing.rerun import Suspect
+from snugfit.training.hooks import Hooks, Observer, Outcome
 from snugfit.training.precision import Scaler
 from snugfit.training.state import Progress
-from snugfit.training.step import Hooks, Observer, Outcome, run_window
+from snugfit.training.step import run_window
 from snugfit.training.weighting import Number
 from snugfit.training.windows import StepResult
 
@@ -93,6 +94,7 @@ class Runner:
         self.hooks = Hooks(
             decide=nonfinite_policy.decider(nonfinite, self._bad_gradients),
             reduce_counts=self._reduce if self.ranks > 1 else list,
+            gather=distributed.gather,
             synchronises=_always if plan is not None and plan.sync == "micro" else _in_the_last,
             snapshot=self.snapshots.take,
             restore=self.snapshots.restore,

@@ -5,61 +5,19 @@ all run this code, so nothing here reads the value of a tensor: what needs one i
 are weighted is ``weighting``'s and ``losses``'s.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from snugfit.training import commit, failures, gradients, precision, reduction, updates, weighting, wide_sums
+from snugfit.training.hooks import First, Hooks, Observer, Outcome
 from snugfit.training.losses import Denominator, Losses, is_zero
+from snugfit.training.rank_errors import RankErrors
 from snugfit.training.weighting import Number
-
-First: TypeAlias = tuple[Tensor, Number]
-"Norm of the mean gradient of a window's first micro-batch, and what that counts."
-Observer: TypeAlias = Callable[[First | None, Tensor, Number], Mapping[str, Number]]
-"(first micro-batch or None, norm of the window, its count) to metrics."
-
-
-def _nothing() -> None:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """What a window needs beyond tensor arithmetic: values of tensors, and other ranks."""
-
-    decide: Callable[[Tensor | None, Number], str | None]
-    "(whether a gradient is not finite, count) to the reason to skip, or None; the flag is None for one loss's count."
-    reduce_counts: Callable[[Sequence[Number]], Sequence[Number]]
-    "Sums over all ranks; numbers stay numbers, tensors stay on their device."
-    synchronises: Callable[[int, int], bool]
-    "(i, n): whether ranks reduce gradients in micro-step i of n."
-    snapshot: Callable[[], Any]
-    "What a window changes before its update: random states and buffers."
-    restore: Callable[[Any], None]
-    "Undo a window that failed before its update."
-    move: Callable[[Any], Any]
-    "A micro-batch on the device."
-    begin_update: Callable[[], None] = _nothing
-    "Told before the first optimizer steps: from here on a window cannot be taken back."
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a window did; tensors are 0-dimensional and detached."""
-
-    loss: Tensor
-    grad_norm: Tensor
-    count: Number
-    num_micro_batches: int
-    reason: str | None
-    "Why the update was skipped; None: it was done."
-    metrics: Mapping[str, Number]
-    reported_counts: tuple[Number, ...] | None
-    "Count per rank of every loss that reports its own, for the next window's R; None: none does."
 
 
 def run_window(
@@ -124,12 +82,15 @@ class Window:
         self._ranks, self._autocast, self._device_type = ranks, autocast, device_type
         self._loss_scale, self._max_grad_norm, self._observer = loss_scale, max_grad_norm, observer
         self._weighting = weighting.agree(counts, hooks.reduce_counts, ranks)
-        self._losses = Losses(counts, self._weighting, hooks.decide, hooks.reduce_counts, ranks, reference)
+        self._losses = Losses(
+            counts, self._weighting, hooks.decide, hooks.reduce_counts, hooks.gather, ranks, reference
+        )
         self._trained: Sequence[nn.Parameter] = ()  # by any of the optimizers, in the order of the model
         self._held: Sequence[nn.Parameter] = ()
         self._apart: gradients.Apart | None = None
         self._watch, self._sums = gradients.Watch(), wide_sums.WideSums()
-        self._is_folded = self._is_refused = self._may_be_refused = self._reduces = False
+        self._forwards, self._errors = reduction.Forwards(model), RankErrors(ranks)
+        self._is_folded = self._reduces = False
         self._guard = commit.Guard(optimizers)
         self._first: First | None = None
         self._index = -1
@@ -144,10 +105,12 @@ class Window:
         self._sums = wide_sums.opened(self._model, self._optimizers)
         self._watch.look(self._trained)
         self._guard.close(self._trained)
+        self._forwards.open()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._guard.open()
+        self._forwards.close()
         self._apart = None
         self._watch = gradients.Watch()
         self._release()
@@ -158,13 +121,9 @@ class Window:
         """Whether it is known beforehand that there is nothing to train on, on any rank."""
         return self._weighting.total == 0
 
-    def allow_refusal(self) -> None:
-        """Let ``refuse`` be called, on any rank; all ranks then tell each other at the window's end."""
-        self._may_be_refused = True
-
     def refuse(self) -> None:
         """Do not update from this window, on no rank."""
-        self._is_refused = True
+        self._errors.is_refused = True
 
     def micro_steps(self, micro_batches: Sequence[Any], loss: Callable[[Any, Any], Any]) -> None:
         """Forward and backward of all micro-batches that count something."""
@@ -184,14 +143,30 @@ class Window:
         """
         try:
             with self.synchronisation(i):
-                with self._autocast():
-                    value = loss(self._model, self._hooks.move(micro_batch))
-                self._backward(value, None, None, complete=True)
+                try:
+                    with self._autocast():
+                        terms = weighting.terms(loss(self._model, self._hooks.move(micro_batch)), None, None)
+                except Exception as error:
+                    if not self._goes_on_without(micro_batch, error):
+                        raise
+                else:
+                    self._backward(terms, complete=True)
         except (TypeError, ValueError) as error:
             better = self.explained(error, micro_batch)
             if better is None:
                 raise
             raise better from error
+
+    def _goes_on_without(self, micro_batch: Any, error: Exception) -> bool:
+        """Take part in what other ranks wait for although a micro-step failed, if it can be; see ``RankErrors``."""
+        if self._ranks == 1 or not self._forwards.can_go_on(reduces=self._reduces):
+            return False
+        if not self._losses.can_go_on(is_last=self._index == self._last):
+            return False
+        self._errors.keep(error, self.explained(error, micro_batch))
+        if self._reduces:
+            self._fold_and_reduce()
+        return True
 
     def explained(self, error: Exception, micro_batch: Any) -> Exception | None:
         """A better error for one of the present micro-step, or None."""
@@ -201,6 +176,7 @@ class Window:
     def synchronisation(self, i: int) -> Iterator[None]:
         """The context of forward and backward of micro-batch i: ranks reduce gradients here, or do not."""
         self._index = i
+        self._forwards.begin()
         wrapped = isinstance(self._model, nn.parallel.DistributedDataParallel)
         is_possible = self._weighting.in_step or i == self._last  # else ranks would wait for a reduction too many
         self._reduces = wrapped and is_possible and self._hooks.synchronises(i, self._last + 1)
@@ -216,9 +192,7 @@ class Window:
             with self._autocast():
                 yield self._hooks.move(micro_batch)
             if self._reduces:
-                if i == self._last and len(self._losses.denominators) > 1:
-                    self._fold()
-                self._reduce()
+                self._fold_and_reduce()
 
     def backward(self, value: Any, count: Number | None = None, only: Any = None) -> None:
         """Back-propagate a loss of the present micro-batch of a loop by hand; repeated calls add up.
@@ -228,19 +202,17 @@ class Window:
             count: What a mean is taken over, where it is not the micro-batch's count.
             only: Parameters, or the module, that the loss may reach.
         """
-        self._backward(value, count, only, complete=False)
+        self._backward(weighting.terms(value, count, only), complete=False)
 
-    def _backward(self, value: Any, count: Number | None, only: Any, *, complete: bool) -> None:
+    def _backward(self, terms: list[weighting.Term], *, complete: bool) -> None:
         """Back-propagate losses of the present micro-batch.
 
         Args:
-            value: See ``backward``.
-            count: See ``backward``.
-            only: See ``backward``.
+            terms: The losses; emptied.
             complete: Whether these are all of its losses.
         """
         self._watch.check(self._index)
-        terms = weighting.terms(value, count, only)
+        self._forwards.check(self._index)
         weighted = self._losses.weigh(self._index, terms, complete=complete)
         denominators = self._losses.denominators
         if len(denominators) > 1 and complete and self._index == self._last:
@@ -254,10 +226,11 @@ class Window:
                 if is_one_set or denominator is denominators[k]
             ]
             calls += [(k, tensor, inputs) for tensor, inputs in weighting.merged(mine)]
-        del terms, weighted, value
+        terms.clear()
+        del weighted
         # DDP reduces within one backward that reaches everything, so several go past it
         aside = self._reduces and not (complete and len(calls) == 1 and calls[0][::2] == (0, None))
-        with precision.without_autocast(self._device_type):
+        with precision.of_backward(self._device_type, self._loss_scale):
             while calls:
                 k, tensor, inputs = calls.pop(0)
                 if self._loss_scale is not None:
@@ -294,9 +267,7 @@ class Window:
         self._watch = gradients.Watch()  # which holds what it saw
         if len(self._losses.denominators) > 1 and not self._is_folded:
             self._fold()
-        loss, metrics, count, is_refused = self._losses.totals(
-            self._nothing, self._is_refused, agree=self._may_be_refused and self._ranks > 1
-        )
+        loss, metrics, count, is_refused = self._losses.totals(self._nothing, self._errors.settled, self._errors.flag)
         factor = 1.0 if self._is_folded else self._losses.denominators[0].factor
         is_empty = is_zero(self._losses.counted)
         parameters = [] if is_empty else [p for p in self._trained if p.grad is not None]
@@ -342,22 +313,25 @@ class Window:
     def _differentiate(self, tensor: Tensor, inputs: list[Tensor] | None, *, retain: bool, aside: bool) -> None:
         """Add the gradients of a weighted loss to ``.grad``; aside of DDP, which reduces in one backward only."""
         try:
-            if not aside:
-                reached = reduction.Reached(self._model) if self._reduces else None
-                torch.autograd.backward(tensor, retain_graph=retain, inputs=inputs)
-                if reached is not None:
-                    reached.complete()
+            if aside:
+                everything = [p for p in self._model.parameters() if p.requires_grad]
+                gradients.add(tensor, everything if inputs is None else inputs, retain_graph=retain)
                 return
-            leaves = [p for p in self._model.parameters() if p.requires_grad] if inputs is None else inputs
-            found = torch.autograd.grad(tensor, leaves, retain_graph=retain, allow_unused=True)
+            reached = reduction.Reached(self._model) if self._reduces else None
+            torch.autograd.backward(tensor, retain_graph=retain, inputs=inputs)
+            if reached is not None:
+                reached.complete()
         except RuntimeError as error:
             better = failures.of_backward(error, self._index)
             if better is None:
                 raise
             raise better from error
-        for parameter, gradient in zip(leaves, found, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    def _fold_and_reduce(self) -> None:
+        """What a micro-step without a backward of its own does in place of it, where ranks reduce."""
+        if self._index == self._last and len(self._losses.denominators) > 1:
+            self._fold()
+        self._reduce()
 
     def _reduce(self) -> None:
         """Let DDP reduce the gradients as they are."""

@@ -205,13 +205,8 @@ def term(value: Any, count: Number | None, only: Any) -> Term:
     if isinstance(value, Loss):
         own = value.count if count is None else count
         reach = value.only if only is None else only
-        return Term(
-            _checked(value.total, "Loss.total"),
-            True,
-            own,
-            _inputs(reach),
-            {} if value.metrics is None else value.metrics,
-        )
+        metrics = {} if value.metrics is None else value.metrics
+        return Term(_checked(value.total, "Loss.total"), True, own, _inputs(reach), metrics)
     return Term(_checked(value, "the loss"), False, count, _inputs(only), {})
 
 

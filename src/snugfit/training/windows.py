@@ -14,7 +14,8 @@ from snugfit.errors import BatchError, PlanError, UnsupportedError
 from snugfit.jobs import Count
 from snugfit.plans import Plan
 from snugfit.training import counting, failures, recovery, splitting
-from snugfit.training.step import Outcome, Window
+from snugfit.training.hooks import Outcome
+from snugfit.training.step import Window
 from snugfit.training.weighting import Number, Reduce
 
 TAILS = ("flush", "drop")
@@ -271,7 +272,6 @@ class HandWindow:
         finish: Callable[[Outcome], StepResult],
     ) -> None:
         self._window, self._micro_batches, self._finish = window, micro_batches, finish
-        window.allow_refusal()
         self._position = -1
         self._is_over = False
         self._result: StepResult | None = None

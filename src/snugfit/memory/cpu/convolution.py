@@ -30,24 +30,43 @@ _SMALL_INPUT = 20480
 
 
 class _Convolution(NamedTuple):
-    """One convolution; a transposed one is described by the one whose input gradient it is."""
+    """One convolution; a transposed one is described by the one whose input gradient it is.
 
-    input: Tensor
+    Args:
+        given: What the operation is given, of whose place and size it depends who computes.
+        weight: As it is given.
+        input_shape: What is convolved; of a transposed one, its result.
+        output_shape: What comes out; of a transposed one, what it is given.
+        stride: Of every dimension of an image.
+        padding: Likewise.
+        dilation: Likewise.
+        groups: Of channels.
+    """
+
+    given: Tensor
     weight: Tensor
+    input_shape: torch.Size
     output_shape: torch.Size
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
-    transposed: bool
     groups: int
 
     @property
     def element(self) -> int:
-        return self.input.element_size()
+        return self.given.element_size()
+
+    @property
+    def input_bytes(self) -> int:
+        return prod(self.input_shape) * self.element
+
+    @property
+    def output_bytes(self) -> int:
+        return prod(self.output_shape) * self.element
 
     @property
     def in_channels(self) -> int:
-        return self.input.shape[1]
+        return self.input_shape[1]
 
     @property
     def out_channels(self) -> int:
@@ -66,8 +85,22 @@ class _Convolution(NamedTuple):
         return self.kernel == 1
 
     @property
+    def is_plain(self) -> bool:
+        """Whether groups are no whole blocks, so that some kernels are missing."""
+        return self.groups > 1 and not self.is_depthwise and any(channels % _BLOCK for channels in self._per_group)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether groups have one channel on a side: a product of matrices, nothing copied into blocks."""
+        return self.is_plain and min(self._per_group) == 1
+
+    @property
+    def _per_group(self) -> tuple[int, int]:
+        return self.in_channels // self.groups, self.out_channels // self.groups
+
+    @property
     def is_channels_last(self) -> bool:
-        return is_channels_last(self.input) or is_channels_last(self.weight)
+        return is_channels_last(self.given) or is_channels_last(self.weight)
 
     @property
     def is_blocked(self) -> bool:
@@ -78,30 +111,29 @@ class _Convolution(NamedTuple):
     def uses_onednn(self) -> bool:
         if not _has_onednn():
             return False
-        if self.input.dtype == torch.bfloat16:
+        if self.given.dtype == torch.bfloat16:
             return True
-        if self.input.dtype != torch.float32:
+        if self.given.dtype != torch.float32:
             return False
         worthwhile = (
             any(step > 1 for step in (*self.stride, *self.dilation))
-            or self.input.shape[0] >= 16
-            or any(size != 1 for size in self.weight.shape[-2:])
+            or self.given.shape[0] >= 16
+            or not self.is_pointwise
             or torch.get_num_threads() > 1
         )
         large = (
             self.groups > 1
-            or all(size > 3 for size in self.weight.shape[-2:])
-            or self.input.shape[0] > 1
-            or self.input.numel() > _SMALL_INPUT
+            or (len(self.weight.shape) > 3 and all(size > 3 for size in self.weight.shape[-2:]))
+            or self.given.shape[0] > 1
+            or prod(self.given.shape[:4]) > _SMALL_INPUT  # of five dimensions, too
         )
         return worthwhile and large
 
     def blocked_input(self, least: int = _BLOCK) -> int:
-        return self._blocked(self.in_channels, least) * self.input.numel() // self.in_channels * self.element
+        return self._blocked(self.in_channels, least) * self.input_bytes // self.in_channels
 
     def blocked_output(self) -> int:
-        channels = self._blocked(self.out_channels)
-        return channels * prod(self.output_shape) // self.out_channels * self.element
+        return self._blocked(self.out_channels) * self.output_bytes // self.out_channels
 
     def blocked_weight(self) -> int:
         if self.is_depthwise:
@@ -124,39 +156,47 @@ def _has_onednn() -> bool:
     return bool(backend.is_available() and backend.enabled)
 
 
-def _of(input: Tensor, weight: Tensor, output_shape: torch.Size, rest: tuple) -> _Convolution:  # type: ignore[type-arg]
+def _of(given: Tensor, weight: Tensor, other_shape: torch.Size, rest: tuple) -> _Convolution:  # type: ignore[type-arg]
     stride, padding, dilation, transposed, _, groups = rest
-    return _Convolution(
-        input, weight, output_shape, tuple(stride), tuple(padding), tuple(dilation), bool(transposed), groups
-    )
+    shapes = (other_shape, given.shape) if transposed else (given.shape, other_shape)
+    return _Convolution(given, weight, *shapes, tuple(stride), tuple(padding), tuple(dilation), groups)
 
 
 def _forward(call: Call) -> int:
-    input, weight = call.args[0], call.args[1]
-    conv = _of(input, weight, call.result.shape, tuple(call.args[3:9]))
-    output = num_bytes(call.result)
+    given, weight, transposed = call.args[0], call.args[1], bool(call.args[6])
+    conv = _of(given, weight, call.result.shape, tuple(call.args[3:9]))
+    gathered = _in_format(conv, [given, weight])
     if not conv.uses_onednn:
-        return _columns(conv)
+        return gathered + _columns(conv) + (num_bytes(call.result) if conv.groups > 1 else 0)
     if conv.is_channels_last:
-        return conv.blocked_weight() + _in_format(conv, [input, weight])
-    scratchpad = _pointwise_sums(conv)
-    if conv.transposed:
-        plain = scratchpad + num_bytes(input) + conv.blocked_weight() + output
-        return max(plain, 3 * output) - output
+        return gathered + conv.blocked_weight()
+    if transposed and call.args[2] is not None and max(conv.stride) == 1:  # the result is there before its bias
+        before_bias = conv.input_bytes if conv.element == 2 else 0
+        return gathered + conv.blocked_output() + conv.blocked_weight() + conv.blocked_input() + before_bias
+    if transposed:
+        return gathered + _input_gradient(conv) - conv.input_bytes
+    return gathered + _convolved(conv) - conv.output_bytes
+
+
+def _convolved(conv: _Convolution) -> int:
+    """The worst moment of a convolution: everything in blocks, then the result once more as it is handed out."""
+    if conv.is_product:
+        return conv.output_bytes + max(_image_columns(conv), conv.output_bytes)
     source = 0 if conv.in_channels < _FIRST_LAYER and conv.groups == 1 else conv.blocked_input()
-    computed = scratchpad + source + conv.blocked_weight() + conv.blocked_output()
-    return max(computed, conv.blocked_output() + output) - output
+    computed = _pointwise_sums(conv) + source + conv.blocked_weight() + conv.blocked_output()
+    return max(computed, conv.blocked_output() + conv.output_bytes)
 
 
 def _backward(call: Call) -> int:
-    gradient, input, weight = call.args[:3]
-    conv = _of(input, weight, gradient.shape, tuple(call.args[4:10]))
+    gradient, given, weight = call.args[:3]
+    transposed = bool(call.args[7])
+    conv = _of(given, weight, gradient.shape, tuple(call.args[4:10]))
     wants_input, wants_weight, wants_bias = call.args[10]
-    bias = conv.out_channels * conv.element if wants_bias else 0
-    results = num_bytes(input) * wants_input + num_bytes(weight) * wants_weight + bias
-    gathered = _in_format(conv, [gradient])
+    bias = gradient.shape[1] * conv.element if wants_bias else 0
+    results = num_bytes(given) * wants_input + num_bytes(weight) * wants_weight + bias
+    gathered = _in_format(conv, [gradient, given, weight])
     if not conv.uses_onednn:
-        return gathered + _columns(conv)
+        return gathered + _columns_backward(conv, results, wants_input) + (results if conv.groups > 1 else 0)
     if conv.is_channels_last:
         dense = _unfolds(conv) and conv.is_depthwise
         weights = _dense_groups(conv) if dense else conv.blocked_weight()
@@ -164,18 +204,24 @@ def _backward(call: Call) -> int:
         return max(weights + num_bytes(weight) + bias, weights + scratchpad - num_bytes(weight)) + gathered
     peaks = [0]
     if wants_input:
-        strided = any(step > 1 for step in conv.stride) and not conv.transposed
-        if strided and not (conv.is_depthwise and conv.element == 4):  # channels_last inside, then two plain ones
-            peaks += [conv.blocked_output() + conv.blocked_weight() + num_bytes(input), 3 * num_bytes(input)]
-        else:
-            blocked = conv.blocked_input()
-            peaks += [conv.blocked_output() + conv.blocked_weight() + blocked, blocked + num_bytes(input)]
+        peaks.append(_convolved(conv) if transposed else _input_gradient(conv))
     if wants_weight:
-        there = num_bytes(input) * wants_input + bias
+        there = num_bytes(given) * wants_input + bias
         peaks.append(there + _weight_gradient(conv))
         if not _unfolds(conv):
             peaks.append(there + bias + conv.blocked_weight() + num_bytes(weight))
     return int(gathered + max(peaks) - results)
+
+
+def _input_gradient(conv: _Convolution) -> int:
+    """The worst moment of the gradient of the input."""
+    is_strided = max(conv.stride) > 1
+    if conv.is_product or (conv.is_plain and is_strided):
+        return conv.input_bytes + max(_image_columns(conv), conv.input_bytes)
+    there = conv.blocked_output() + conv.blocked_weight()
+    if is_strided and not (conv.is_depthwise and conv.element == 4):
+        return max(there + conv.input_bytes, 3 * conv.input_bytes)  # channels_last inside, then two plain ones
+    return conv.blocked_input() + max(there + _pointwise_float32(conv, conv.in_channels), conv.input_bytes)
 
 
 def _weight_gradient(conv: _Convolution) -> int:
@@ -183,38 +229,51 @@ def _weight_gradient(conv: _Convolution) -> int:
     if _unfolds(conv):
         return num_bytes(conv.weight) + _unfolded(conv)
     source = 0
-    if conv.in_channels >= _FIRST_LAYER or conv.groups > 1 or conv.transposed:
+    if conv.in_channels >= _FIRST_LAYER or conv.groups > 1:
         source = conv.blocked_input()
     elif conv.in_channels > 3 and conv.element == 4:
         source = conv.blocked_input(8)
-    return conv.blocked_output() + source + conv.blocked_weight() + _weight_scratchpad(conv)
+    weight = conv.blocked_weight()
+    if 3 < conv.in_channels < _FIRST_LAYER and conv.groups == 1 and conv.element == 4:
+        weight = weight // conv.in_channels * _multiple(conv.in_channels, 8)
+    return conv.blocked_output() + source + weight + _weight_scratchpad(conv)
 
 
 def _unfolds(conv: _Convolution) -> bool:
     """Whether oneDNN unfolds the input instead, for want of a kernel in blocks."""
     if conv.is_depthwise:
         return conv.weight.shape[-1] > 3
-    per_group = (conv.in_channels // conv.groups, conv.out_channels // conv.groups)
-    if conv.groups > 1 and any(channels % _BLOCK for channels in per_group):
-        return True
-    return conv.element == 4 and conv.weight.shape[-1] > 14
+    return conv.is_plain or (conv.element == 4 and conv.weight.shape[-1] > 14)
 
 
 def _unfolded(conv: _Convolution) -> int:
     """One image's columns of one group, and four copies of the weights in float32."""
+    return _image_columns(conv) + 16 * conv.weight.numel()
+
+
+def _image_columns(conv: _Convolution) -> int:
     channels = conv.in_channels // conv.groups
     pixels = prod(conv.output_shape[-2:]) if len(conv.output_shape) > 3 else conv.output_shape[-1]
-    return channels * conv.kernel * pixels * conv.element + 16 * conv.weight.numel()
+    return channels * conv.kernel * pixels * conv.element
 
 
 def _pointwise_sums(conv: _Convolution) -> int:
-    """Kernels of one pixel keep bfloat16 sums in float32, and gather the pixels of a strided input; per image."""
-    if not conv.is_pointwise or conv.transposed or conv.groups > 1:
+    """Kernels of one pixel gather the pixels of a strided input, and sum bfloat16 in float32; per image and thread."""
+    if conv.element != 2:
+        return _pointwise_gathered(conv)
+    return _pointwise_gathered(conv) + _pointwise_float32(conv, conv.out_channels)
+
+
+def _pointwise_gathered(conv: _Convolution) -> int:
+    if not conv.is_pointwise or conv.groups > 1 or max(conv.stride) == 1:
         return 0
-    pixels = prod(conv.output_shape[2:])
-    gathered = conv.in_channels * pixels * conv.element if max(conv.stride) > 1 else 0
-    sums = 4 * conv.out_channels * pixels if conv.element == 2 else 0
-    return gathered + sums
+    return conv.in_channels * prod(conv.output_shape[2:]) * conv.element * torch.get_num_threads()
+
+
+def _pointwise_float32(conv: _Convolution, channels: int) -> int:
+    if not conv.is_pointwise or conv.groups > 1 or conv.element != 2:
+        return 0
+    return 4 * _padded(channels) * prod(conv.output_shape[2:]) * torch.get_num_threads()
 
 
 def _weight_scratchpad(conv: _Convolution, dense: bool = False) -> int:
@@ -226,28 +285,23 @@ def _weight_scratchpad(conv: _Convolution, dense: bool = False) -> int:
     """
     threads = torch.get_num_threads()
     # Threads share out the images, each with weights of its own, unless the weights are the larger part.
-    shares = threads if num_bytes(conv.input) + conv.blocked_output() > conv.blocked_weight() else 1
+    shares = threads if conv.input_bytes + conv.blocked_output() > conv.blocked_weight() else 1
     if conv.element == 4:
         if shares == 1 or conv.is_pointwise or conv.is_depthwise:
             return _pointwise_sums(conv)
         return (shares - 1) * conv.blocked_weight() + 8320 + 4 * conv.out_channels
     outputs, inputs = conv.out_channels, conv.in_channels
     if dense:
-        pixels = prod(conv.input.shape[2:-1]) * _line(conv, conv.input.shape) + prod(conv.output_shape[2:])
+        pixels = prod(conv.input_shape[2:-1]) * _line(conv, conv.input_shape) + prod(conv.output_shape[2:])
         return 2 * _dense_groups(conv) + 2 * _BLOCK * outputs * pixels + 8580 + 4 * _BLOCK * outputs
-    if conv.transposed:
-        inputs, outputs = outputs, inputs
     if inputs >= _FIRST_LAYER and conv.is_blocked:
         inputs = _padded(inputs)
     sums = 4 * _padded(outputs) * (1 if conv.is_depthwise else inputs // conv.groups) * conv.kernel
     if conv.is_depthwise:
         return sums + 8 * outputs
     if conv.is_pointwise:
-        gathered = _pointwise_sums(conv) - 4 * conv.out_channels * prod(conv.output_shape[2:])
-        return sums + 4 * outputs + gathered + _pointwise_transposed(conv)
-    image, gradient = conv.input.shape, conv.output_shape
-    if conv.transposed:
-        image, gradient = gradient, image
+        return sums + 4 * outputs + _pointwise_gathered(conv) + _pointwise_transposed(conv)
+    image, gradient = conv.input_shape, conv.output_shape
     lines = inputs * prod(image[2:-1]) * _line(conv, image) if inputs >= _FIRST_LAYER or conv.is_channels_last else 0
     each = sums + 2 * (lines + _padded(outputs) * prod(gradient[2:])) + 4 * conv.out_channels
     return shares * each + 8580 + (8192 if shares < threads else 0)
@@ -296,15 +350,25 @@ def _columns(conv: _Convolution) -> int:
     """ATen's own kernel unfolds the whole batch, unless pixels are taken one by one (ConvolutionMM2d.cpp)."""
     if conv.is_pointwise and max(conv.stride) == 1 and not any(conv.padding):
         return 0
-    pixels = prod(conv.output_shape[2:])
-    return conv.input.shape[0] * conv.in_channels * conv.kernel * pixels * conv.element
+    return _all_columns(conv)
+
+
+def _columns_backward(conv: _Convolution, results: int, wants_input: bool) -> int:
+    """In three dimensions the gradient of the input is made of columns always (ConvolutionMM3d.cpp)."""
+    if wants_input and len(conv.input_shape) == 5:
+        return max(_columns(conv), _all_columns(conv) + conv.input_bytes - results)
+    return _columns(conv)
+
+
+def _all_columns(conv: _Convolution) -> int:
+    return conv.input_shape[0] * conv.in_channels * conv.kernel * prod(conv.output_shape[2:]) * conv.element
 
 
 def _in_format(conv: _Convolution, tensors: Sequence[Tensor]) -> int:
     """Bytes of the copies of those tensors that do not lie as the convolution's format wants them."""
     if not conv.is_channels_last:
         return copied(tensors)
-    format = torch.channels_last if conv.input.dim() == 4 else torch.channels_last_3d
+    format = torch.channels_last if conv.given.dim() == 4 else torch.channels_last_3d
     return sum(num_bytes(tensor) for tensor in tensors if not tensor.is_contiguous(memory_format=format))
 
 

@@ -1,8 +1,7 @@
 """Temporaries of losses: a tensor of every element's loss, and what is made of it.
 
 Entry points: ``HIDDEN`` and ``RESULTS``. Reason: ATen/native/Loss.cpp, LossCTC.cpp. A mean or sum is written into the
-tensor of the elements' losses, whose storage stays as large (``at::mean_out``). Left out: logits of binary cross
-entropy that do not lie as their targets do.
+tensor of the elements' losses, whose storage stays as large (``at::mean_out``).
 """
 
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from snugfit.memory.cpu.copies import num_bytes
+from snugfit.memory.cpu.copies import copied, num_bytes
 from snugfit.memory.events import Call
 
 _NONE, _MEAN = 0, 1
@@ -39,8 +38,9 @@ def _binary_cross_entropy(call: Call) -> int:
 
 def _binary_cross_entropy_with_logits(call: Call) -> int:
     """The loss and a term of it live at once, then what is reduced."""
-    terms = 1 if _reduction(call, 4) == _NONE else 2
-    return terms * num_bytes(call.args[0]) + _summed_in_float32(call, 4)
+    if _reduction(call, 4) == _NONE:
+        return num_bytes(call.args[0])
+    return 2 * num_bytes(call.args[0]) + copied(call.args[:1]) + _summed_in_float32(call, 4)
 
 
 def _soft_margin_backward(call: Call) -> int:

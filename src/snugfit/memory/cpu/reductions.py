@@ -19,7 +19,7 @@ def _sum(call: Call) -> int:
     value, result = call.args[0], call.result
     if value.dtype != result.dtype:
         return int(value.numel() * result.element_size())
-    dims = call.args[1] if len(call.args) > 1 else None
+    dims = call.args[1] if len(call.args) > 1 and value.dim() else None
     if value.dtype in _HALF and isinstance(dims, (list, tuple)) and not are_one(value, dims or range(value.dim())):
         return int(4 * (value.numel() + result.numel()))  # several dimensions are summed in float32
     return 0

@@ -17,7 +17,7 @@ _ARITHMETIC = """add.Tensor add_.Tensor sub.Tensor sub_.Tensor rsub.Tensor mul.T
     fmax.default fmin.default hypot.default logaddexp.default logaddexp2.default addcmul.default addcmul_.default
     addcdiv.default addcdiv_.default lerp.Tensor lerp_.Tensor floor_divide.default clamp_min.Tensor clamp_max.Tensor
     clamp.Tensor copysign.Tensor xlogy.Tensor ldexp.Tensor bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor
-    add.Scalar mul.Scalar div.Scalar sub.Scalar""".split()
+    add.Scalar mul.Scalar div.Scalar sub.Scalar rsub.Scalar""".split()
 _UNARY = """sqrt.default rsqrt.default exp.default log.default log2.default log1p.default sin.default cos.default
     tanh.default sigmoid.default reciprocal.default erf.default expm1.default""".split()
 _COMPARISON = """eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor""".split()

@@ -133,7 +133,11 @@ def check(job: Job, plan: Plan, device: str | hardware.Device = "auto") -> Check
         )
     target = build.present(device).torch_device
     alone = replace(plan, batch_size=plan.samples_per_rank, world_size=1, shard="none", sync="window", uneven=False)
-    with _undisturbed(job.model), random_states.seeded(job.seed, target):
+    with (
+        _undisturbed(job.model),
+        random_states.seeded(job.seed, target),
+        torch.autograd.set_detect_anomaly(False),  # torch's own search for NaN would end what is to be compared
+    ):
         template = job.model if isinstance(job.model, nn.Module) else build.build_model(job)
         template = checkpointing.unwrapped(template)
         _refuse_uncopied(template)

@@ -70,7 +70,8 @@ def diagnose(
     naming = recovery.memory_errors_named(
         "diagnosing", hint="use a smaller micro_batch_size, which does not change the window's gradient"
     )
-    with random_states.seeded(job.seed, target.torch_device), naming:
+    # torch's own search for NaN would end what is to be watched
+    with random_states.seeded(job.seed, target.torch_device), naming, torch.autograd.set_detect_anomaly(False):
         job = _own_model(job)
         engine = build.construct(job, plan, target.torch_device)
         try:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from snugfit.training import precision, recovery
 from snugfit.training.diagnosing.probes import Enough, Watch
-from snugfit.training.step import Outcome, run_window
+from snugfit.training.hooks import Outcome
+from snugfit.training.step import run_window
 from snugfit.training.weighting import Number
 
 DIAGNOSED = "diagnosed"
@@ -120,7 +121,8 @@ def run(
     outcome: Outcome | None = None
     try:
         loss = suspect.loss if watch is None else watch.loss
-        with suspect.opened():
+        # torch's own search for NaN would end the run that is to be watched
+        with suspect.opened(), torch.autograd.set_detect_anomaly(False):
             outcome = run_window(suspect.micro_batches, suspect.counts, loss=loss, **settings)
     except Enough:
         return False
