@@ -224,12 +224,21 @@ class Search:
     def _evener(self, best: TracedPlan | None, families: Sequence[Plan]) -> TracedPlan | None:
         """A plan that treats all units alike, if one fits that promises to be faster: its fragments are its own."""
         for _ in range(_MOST_HOPES):
-            forms = [form for family in families for form in self.joint.variants(family)]
-            choice = self._fastest([one for form in forms for one in self.joint.evenly(form)], best, _FASTER)
+            limit = float("inf") if best is None else best.step_time_s
+            known = [
+                one for one in families if family_of(one) in self.joint.known_families and self._is_below(one, limit)
+            ]
+            forms = [form for family in known for form in self.joint.variants(family)]
+            choice = self._fastest([one for form in forms for one in self.joint.evenly(form)], best, _FASTER_RUNG)
             traced = None if choice is None else self._attempt(choice)
-            if traced is not None and traced.fits and (best is None or traced.step_time_s < best.step_time_s):
+            if traced is not None and traced.fits and traced.step_time_s < limit:
                 best = traced
         return best
+
+    def _is_below(self, family: Plan, seconds: float) -> bool:
+        """Whether the whole batch at once with nothing recomputed, which is the fastest of a family, takes less."""
+        whole = self.traced.get(family)
+        return whole is None or whole.step_time_s < seconds
 
     def _in_faster_precision(self, best: TracedPlan, families: Sequence[Plan]) -> TracedPlan:
         """The same plan in another precision in which the whole batch is faster, if it fits and is faster as well.
@@ -280,23 +289,21 @@ class Search:
         """The fastest choice of all families that was not traced yet and is faster than what is known to fit."""
         found: list[Choice] = []
         for family in families:
-            known = min((choice.step_time_s for choice in found), default=float("inf"))
-            whole = self.traced.get(family)
-            if whole is not None and whole.step_time_s >= known:
-                continue  # even the whole batch at once, with nothing recomputed, is slower
+            if not self._is_below(family, min((choice.step_time_s for choice in found), default=float("inf"))):
+                continue
             self.progress(f"micro-batches and segments, {options.short(family.precision)}")
             found += self.joint.fastest(family)
         return self._fastest(found, best, _FASTER) or self._hoped_for(families, best)
 
     def _hoped_for(self, families: Sequence[Plan], best: TracedPlan | None) -> Choice | None:
-        """The fastest choice if plans of families of which none was traced need no more than predicted."""
-        unseen = self._unseen(families)
+        """The fastest choice if plans of which none was traced that is alike need no more than predicted."""
+        partly = [family for family in families if self.joint.learnt.is_partly_expected(family_of(family))]
         with self.joint.knowing(replace(self.joint.learnt, expected={})):
-            found = [choice for family in unseen for choice in self.joint.fastest(family)]
+            found = [choice for family in partly for choice in self.joint.fastest(family)]
         return self._fastest(found, best, _FASTER_RUNG)
 
-    def _unseen(self, families: Sequence[Plan]) -> list[Plan]:
-        return [family for family in families if self.joint.learnt.is_only_expected(family_of(family))]
+    def _unseen(self, families: Sequence[Plan]) -> bool:
+        return any(self.joint.learnt.is_only_expected(family_of(family)) for family in families)
 
     def _fastest(self, found: Sequence[Choice], best: TracedPlan | None, worth: float) -> Choice | None:
         limit = float("inf") if best is None else best.step_time_s * worth

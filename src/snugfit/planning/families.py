@@ -91,6 +91,7 @@ class Family:
         self.probe = probe
         self._measured: dict[tuple[int, int, bool], dict[str, Measures]] = {}
         self._chains: dict[tuple[int, int], Chain] = {}
+        self._steps: dict[int, int] = {}
 
     def chain(self, micro_batch_size: int, num_micro_batches: int) -> Chain:
         """The chain of a window of that many micro-batches of that size, while it runs the last of them."""
@@ -110,9 +111,14 @@ class Family:
         full, rest = divmod(num_samples, micro_batch_size)
         if not rest:
             return full
-        elements = self._elements(0, first=False)
-        times = [held_up.spent(self._base, size, elements).of_step(self._base) for size in (rest, micro_batch_size)]
-        return full + times[0] / times[1] if times[1] else full + 1
+        whole = self._step_ns(micro_batch_size)
+        return full + (self._step_ns(rest) / whole if whole else 1)
+
+    def _step_ns(self, micro_batch_size: int) -> int:
+        if micro_batch_size not in self._steps:
+            spent = held_up.spent(self._base, micro_batch_size, self._elements(0, first=False))
+            self._steps[micro_batch_size] = spent.of_step(self._base)
+        return self._steps[micro_batch_size]
 
     def segments(self, chain: Chain, choices: Sequence[Span]) -> tuple[Segment, ...]:
         """The segments of a plan in which the units of a chain run in this way."""

@@ -24,6 +24,9 @@ from snugfit.planning.scaling import ScaledTrace
 
 _Seconds = npt.NDArray[np.float64]
 _Flags = npt.NDArray[np.bool_]
+_ANY = Work("", "forward", "float32", 0, 0)
+_WATCHED = _ANY._replace(is_watched=True)
+"Watching takes as long for any operation."
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ def spent(trace: ScaledTrace, micro_batch_size: int, elements: Sequence[Element]
     again = [item._replace(is_repeated=True, begins="") for item in work]
     card, host = _taken(work, device)
     card_again, host_again = _taken(again, device)
-    card_watched, host_watched = _taken([item._replace(is_watched=True) for item in work], device)
+    card_watched, host_watched = (after - before for before, after in _taken([_ANY, _WATCHED], device))
 
     times_run = _times_run(trace, len(work))
     is_added, is_watched = _flags(map(_is_added, work)), _flags(item.is_watched for item in traced)
@@ -77,8 +80,8 @@ def spent(trace: ScaledTrace, micro_batch_size: int, elements: Sequence[Element]
     unseen = _share_unseen(spare.get("backward", 0.0), added)
     if (1 - unseen) * added > forward @ card_again:
         card_again, seconds = (1 - unseen) * host_again, np.where(is_added, (1 - unseen) * host, seconds)
-    unseen = _share_unseen(spare.get("forward", 0.0), forward @ (host_watched - host))
-    watching = card_watched - card + (1 - unseen) * (host_watched - host)
+    unseen = _share_unseen(spare.get("forward", 0.0), forward.sum() * host_watched)
+    watching = np.full(len(work), card_watched + (1 - unseen) * host_watched)
     seconds = seconds + np.where(is_watched, watching, 0.0)
     return Spent(*(np.rint(1e9 * each).astype(np.int64)[trace.kind_of] for each in (seconds, card_again, watching)))
 

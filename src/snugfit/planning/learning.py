@@ -57,9 +57,15 @@ class Learnt:
         return Learnt({kind: self.surplus[kind]} if kind in self.surplus else {}, dict(self.pace))
 
     def is_only_expected(self, family: str) -> bool:
-        """Whether what is expected beyond predictions was not seen in plans that recompute, or in those that do not."""
-        seen = {known.is_recomputed for known in self.surplus if known.family == family}
-        return bool(self.expected.get(family)) and len(seen) < 2
+        """Whether what is taken as beyond predictions of a family was not seen in any of its plans."""
+        return bool(self.expected.get(family)) and not self._seen(family)
+
+    def is_partly_expected(self, family: str) -> bool:
+        """Whether it was not seen in plans that recompute, or not in those that do not."""
+        return bool(self.expected.get(family)) and len(self._seen(family)) < 2
+
+    def _seen(self, family: str) -> set[bool]:
+        return {known.is_recomputed for known in self.surplus if known.family == family}
 
     def beyond(self, kind: Kind) -> int:
         """Bytes that a plan of a kind is expected to reserve beyond its prediction: as the nearest size, or more."""
