@@ -481,3 +481,14 @@ def test_a_count_of_ones_own_sees_what_is_shared_without_its_wrapper(way):
         result = engine.step(batch) if way == "step" else engine.step_window([batch])
     assert result.count == 6.0
     assert set(seen) == {torch.Tensor}
+
+
+def test_a_data_set_that_is_asked_item_by_item_is_a_loader():
+    class Items:
+        def __getitem__(self, index):
+            if index == 4:
+                raise IndexError
+            return torch.full((2, 1), float(index))
+
+    found = list(make().windows(Items(), 2))
+    assert [[float(micro_batch[0]) for micro_batch in window] for window in found] == [[0.0, 1.0], [2.0, 3.0]]

@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from snugfit import hardware, run_progress, sizes
 from snugfit.errors import BatchError, PlanError, UnsupportedError
 from snugfit.jobs import Job
 from snugfit.plans import Plan, write_atomically
-from snugfit.training import admission, build, example, random_states, recovery, splitting
+from snugfit.training import admission, build, example, random_states, recovery, splitting, windows
 from snugfit.training.diagnosing import saved_window
 
 METRICS, REPORT, PLAN = "metrics.jsonl", "report.json", "plan.json"
@@ -206,7 +206,7 @@ def _batches(job: Job, plan: Plan) -> Iterator[Any]:
     while True:
         is_empty = True
         data = job.data()
-        if not isinstance(data, Iterable):
+        if not windows.is_iterable(data):
             raise BatchError(
                 "the job's data cannot be gone through",
                 got=f"job.data() returned {type(data).__name__}",

@@ -1,7 +1,7 @@
 """How long a step takes on a device: the sum over its operations, at the rates that each kind and size reaches.
 
-Entry points: ``step_time``, ``breakdown``, ``times`` and ``uncertainty``. Rates are those that were measured
-(``Device.rates``, see ``calibration``), else assumed from the device's peaks (``assumed_rates``). Left out:
+Entry points: ``step_time``, ``breakdown``, ``times``, ``host_times`` and ``uncertainty``. Rates are those that were
+measured (``Device.rates``, see ``calibration``), else assumed from the device's peaks (``assumed_rates``). Left out:
 reducing gradients between cards (``links``), data loading, host synchronisation, and which tensors a cache still holds.
 
 NOTE [What an operation costs]

@@ -201,7 +201,7 @@ def grouped(
             expected=">= 1",
             hint="pass accumulation_steps=1 or more",
         )
-    if isinstance(loader, (Tensor, Mapping, str, bytes)) or not isinstance(loader, Iterable):
+    if isinstance(loader, (Tensor, Mapping, str, bytes)) or not is_iterable(loader):
         raise BatchError(
             "this is not a loader of micro-batches",
             got=type(loader).__name__,
@@ -249,6 +249,11 @@ def _windows(loader: Iterable[Any], accumulation_steps: int, tail: str) -> Itera
             window = MicroBatches()
     if window and tail == "flush":
         yield window
+
+
+def is_iterable(value: object) -> bool:
+    """Whether a ``for`` loop goes through something: also through a data set that is asked item by item."""
+    return isinstance(value, Iterable) or hasattr(type(value), "__getitem__")
 
 
 def _length(loader: Iterable[Any]) -> int | None:
