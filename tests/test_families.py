@@ -16,9 +16,9 @@ from snugfit.planning.assumed_rates import assumed
 from snugfit.planning.chain import NOTHING, Span
 from snugfit.planning.families import Family, _option
 from snugfit.planning.kept_results import keeping_products, kept_in_runs
-from snugfit.planning.scaling import _micro_steps
+from snugfit.planning.scaling import micro_steps
 from snugfit.planning.traced_plans import traced_plan
-from snugfit.planning.unit_runs import run_prices
+from snugfit.planning.unit_runs import kept_by_policy, run_prices
 
 WIDTH, TOKENS = 64, 32
 
@@ -96,6 +96,29 @@ class Uneven(Decoder):
         self.blocks = nn.ModuleList(Block(hidden) for hidden in (2, 3, 4, 5))
 
 
+class Conv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.conv = nn.GroupNorm(4, 16), nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.conv(F.silu(self.norm(x)))
+
+
+class Pyramid(nn.Module):
+    """Blocks of one kind, of which the first one and the last one work on images of other sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Conv() for _ in range(5))
+
+    def forward(self, x):
+        x = F.avg_pool2d(self.blocks[0](x), 2)
+        for block in self.blocks[1:4]:
+            x = block(x)
+        return self.blocks[4](F.avg_pool2d(x, 2))
+
+
 def decoder_job():
     return snugfit.Job(
         Decoder,
@@ -126,10 +149,30 @@ def family_of(job, device, precision, sizes=(8, 4), batch_size=64):
     return Family(probing.probe(job, plan, device, model, units.named(model), sizes))
 
 
+def test_where_it_is_known_what_units_compute_two_traces_tell_of_all_of_them_as_they_are_and_recomputed():
+    job = snugfit.Job(
+        Pyramid,
+        lambda model, x: model(x).float().square().mean(),
+        lambda model: torch.optim.SGD(model.parameters()),
+        lambda n: torch.zeros(n, 16, 32, 32),
+    )
+    device, model = hardware.resolve("a100-sxm-40gb"), tracing.skeleton(job)
+    names = units.named(model)
+    plan = snugfit.Plan(batch_size=64, micro_batch_size=64, precision="32-true")
+    whole = traced_plan(job, plan, device, 1 << 40, names)
+    conv = 2 * 16 * 16 * 9 * 64  # FLOPs for each pixel of 64 images
+    pixels = {0: 32 * 32, 1: 16 * 16, 2: 16 * 16, 3: 16 * 16, 4: 8 * 8}
+    assert {name: whole.forward_work[name] for name in names} == {f"blocks.{i}": conv * n for i, n in pixels.items()}
+    told, untold = (probing.probe(job, plan, device, model, names, (8, 4), done) for done in (whole.forward_work, {}))
+    assert len(told.traces) == 2
+    assert all({NOTHING, units.FULL} <= set(told.places[name]) for name in names)
+    assert len(untold.traces) == 3
+
+
 def alive_in_last_micro_batch(trace, *, rounded):
     """Most bytes alive while the last micro-batch of the last window runs, read off the event stream one by one."""
     recording = trace.recording
-    start, end = _micro_steps(recording)[-1]
+    start, end = micro_steps(recording)[-1]
     alive = peak = 0
     for position, event in enumerate(recording.events[:end]):
         size = recording.births[abs(event) - 1].num_bytes
@@ -192,7 +235,7 @@ def test_a_run_that_keeps_results_needs_and_takes_what_a_trace_of_it_does(policy
 
     (needed, took), (_, plain) = traced(family.segments(chain, spans)), traced(())
     assert 0 <= chain.needed_bytes(spans) - needed <= 2 * 64 * TOKENS * WIDTH * 4
-    price = list(run_prices(chain.units, first, policy))[2]
+    price = list(run_prices(chain.units, first, kept_by_policy(chain.units, policy)))[2]
     assert price.extra_ns / 1e9 == pytest.approx(took - plain, abs=4 * 5e-6)  # a launch more or less for each block
 
 

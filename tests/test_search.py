@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 
 import pytest
@@ -7,7 +8,10 @@ from torch import nn
 
 import snugfit
 from snugfit import hardware
-from snugfit.planning import errands, links, options
+from snugfit.memory import tracing
+from snugfit.planning import errands, joint, links, options
+from snugfit.planning.chain import NOTHING
+from snugfit.planning.learning import kind_of
 from snugfit.planning.scaling import NotAffineError, ScaledTrace
 from snugfit.sizes import GIB, MIB
 
@@ -278,6 +282,31 @@ def test_where_weights_alone_are_too_large_the_smallest_candidate_has_the_smalle
         snugfit.plan(wide, "cpu", 4096, 900 << 10)
     least = 2 if norm is nn.BatchNorm1d else 1  # no variance of one sample
     assert f"micro-batches of {least}, fp32" in str(caught.value)
+
+
+def test_what_would_have_needed_least_is_not_traced_where_an_allowed_change_makes_the_job_fit():
+    pytest.importorskip("torchao")
+    deep = job(lambda: Stack(24))
+
+    def said_after_the_ways(budget):
+        steps = []
+        with contextlib.suppress(snugfit.InfeasibleError):
+            snugfit.plan(deep, "rtx-3090", 8, budget, allow=("8bit-optimizer",), progress=steps.append)
+        return steps[steps.index("ways out") + 1]
+
+    assert said_after_the_ways("1700MiB").startswith("AdamW8bit of torchao")
+    assert said_after_the_ways("1100MiB").startswith("trace: ")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_any_family_expects_of_its_plans_what_its_whole_batch_reserved_beyond_the_prediction(precision):
+    whole = snugfit.Plan(batch_size=6000, micro_batch_size=6000, precision=precision)
+    search = joint.JointSearch(job(), card(), whole, {}, tracing.skeleton(job()), 2 * GIB)
+    search.reserved[whole] = 4 * GIB
+    chain = search.chain(whole)
+    beyond = 4 * GIB - chain.needed_bytes(chain.all_by(NOTHING))
+    kind = kind_of(dataclasses.replace(whole, micro_batch_size=3), ())
+    assert search.learnt.beyond(kind) == round(beyond * search.allowed_bytes / (4 * GIB))
 
 
 @pytest.mark.filterwarnings("ignore:.*rounded away")

@@ -14,14 +14,13 @@ from snugfit.errors import BatchError, PlanError, SnugfitError, UnsupportedError
 from snugfit.jobs import Job
 from snugfit.memory import tracing
 from snugfit.memory.reports import MemoryReport
-from snugfit.planning import explain, options, ways_out
+from snugfit.planning import options, smallest_plans
 from snugfit.planning.asides import Aside, Asides
 from snugfit.planning.assembling import assembled
 from snugfit.planning.joint import ANY, BLOCKS, NONE, Choice, JointSearch
 from snugfit.planning.ladder import ACCUMULATION, CHECKPOINTING, CHOSEN, FULL_BATCH, MIXED_PRECISION
 from snugfit.planning.learning import Learnt, family_of, kind_of
 from snugfit.planning.plan_report import PlanReport
-from snugfit.planning.smallest_plans import trace_smallest
 from snugfit.planning.traced_plans import TracedPlan
 from snugfit.planning.traces import Traces
 from snugfit.plans import Plan
@@ -53,7 +52,7 @@ class Search:
         self.first = replace(first, fingerprint=first.fingerprint or fingerprint.of(self.model))
         self.precisions = options.precisions(self.device, self.fixed)
         self.joint = JointSearch(job, self.device, self.first, self.fixed, self.model, self.budget_bytes)
-        self.traced = Traces(job, self.device, self.budget_bytes, progress)
+        self.traced = Traces(job, self.device, self.budget_bytes, self.joint.names, progress)
         self.asides = Asides(self.joint, self.traced)
 
     def run(self) -> PlanReport:
@@ -68,21 +67,24 @@ class Search:
         mixed = replace(self.first, precision=self.precisions[-1].value)
         other = self.asides.begin(lambda: self.traced.of(plain)) if mixed != plain else None
         whole = self.traced.of(mixed)
+        self.joint.forward_work = whole.forward_work
         if not whole.fits and whole.memory.static_bytes <= self.joint.allowed_bytes:
-            self.joint.prepare(mixed, whole.memory.peak_reserved_bytes)
+            self.joint.reserved[mixed] = whole.memory.peak_reserved_bytes
+            self.joint.prepare(mixed)
         first = whole
         if other is not None:
             try:
                 first = self.asides.join(other)
             except UnsupportedError:  # 16-bit weights that only autocast multiplies with what they are given
                 plain = mixed
+        if not first.fits:
+            self.joint.reserved[first.plan] = first.memory.peak_reserved_bytes
         rungs = {f"{FULL_BATCH}, {options.short(plain.precision)}": first}
         if mixed != plain:
             rungs[MIXED_PRECISION] = whole
         families = [mixed, plain] if mixed != plain else [mixed]
         if all(traced.memory.static_bytes > self.joint.allowed_bytes for traced in rungs.values()):
-            trace_smallest(self.joint, self.asides, families)
-            raise self._without_plan()
+            raise smallest_plans.of_large_weights(self.joint, self.asides, families, self.allow)
         middle = {} if whole.fits else self._middle_rungs(mixed)
         chosen, choice = self._choose(families, list(rungs.values()), list(middle.values()))
         rungs |= {name: self._settled(rung) for name, rung in middle.items()}
@@ -198,8 +200,9 @@ class Search:
         chosen: Choice | None = None
         if best is not None and best.plan.accumulation_steps == 1 and not best.plan.recompute:
             return self._with_faster_update(best), None  # nothing runs less
+        left = families
         for _ in range(_MOST_TRACES):
-            choice = self._next(families, best)
+            choice = self._next(left, best)
             if choice is None:
                 break
             traced = self._attempt(choice)
@@ -210,15 +213,17 @@ class Search:
             if better:
                 like = replace(choice.plan, recompute=self.first.recompute)
                 best, chosen = self._larger(traced, like, ANY, worth=_AS_FAST), choice
-            if better and not self._has_room(traced) and not self._unseen(families):
-                break
+            if better and not self._has_room(traced):
+                for rung in middle:  # they may have seen what others could only expect
+                    self.asides.join(rung)
+                left = [one for one in left if self.joint.learnt.is_only_expected(family_of(one))]
         best = self._evener(best, families)
         if best is None:
             settled = [traced for traced in map(self._settled, middle) if traced.fits]
             best = min(settled, key=lambda traced: traced.step_time_s, default=None)
         best = best or self._without_units(families[0]) or self._least(families)
         if best is None:
-            raise self._without_plan()
+            raise smallest_plans.without_plan(self.joint, self.traced, self.allow)
         return self._in_faster_precision(best, families), chosen
 
     def _evener(self, best: TracedPlan | None, families: Sequence[Plan]) -> TracedPlan | None:
@@ -251,10 +256,17 @@ class Search:
             if own is None or whole is None or whole.step_time_s >= _FASTER * own.step_time_s:
                 continue
             with suppress(SnugfitError):
-                other = self.traced.of(replace(best.plan, precision=family.precision))
+                alike = replace(best.plan, precision=family.precision)
+                if family_of(alike) in self.joint.known_families and not self._may_fit(alike):
+                    continue
+                other = self.traced.of(alike)
                 if other.fits and other.step_time_s < best.step_time_s:
                     return other
         return best
+
+    def _may_fit(self, plan: Plan) -> bool:
+        """Whether a plan, or one like it that recomputes other units, is predicted to fit."""
+        return self.joint.least_needed(plan) <= self.budget_bytes
 
     def _with_faster_update(self, whole: TracedPlan) -> TracedPlan:
         """The whole batch with the optimizer's fused form, if it has one that is faster and fits."""
@@ -301,9 +313,6 @@ class Search:
         with self.joint.knowing(replace(self.joint.learnt, expected={})):
             found = [choice for family in partly for choice in self.joint.fastest(family)]
         return self._fastest(found, best, _FASTER_RUNG)
-
-    def _unseen(self, families: Sequence[Plan]) -> bool:
-        return any(self.joint.learnt.is_only_expected(family_of(family)) for family in families)
 
     def _fastest(self, found: Sequence[Choice], best: TracedPlan | None, worth: float) -> Choice | None:
         limit = float("inf") if best is None else best.step_time_s * worth
@@ -359,22 +368,6 @@ class Search:
                 found.append(self._attempt(self.joint.smallest(form)))
         fitting = [traced for traced in found if traced is not None and traced.fits]
         return min(fitting, key=lambda traced: traced.step_time_s, default=None)
-
-    def _without_plan(self) -> SnugfitError:
-        """The error, about what needed least of all that was traced."""
-        smallest = min(self.traced.values(), key=lambda traced: traced.memory.needed_bytes)
-        self.progress("ways out")
-        ways = ways_out.ways_out(
-            self.job,
-            smallest.plan,
-            self.device,
-            self.budget_bytes,
-            allow=self.allow or None,
-            step_time_s=smallest.step_time_s,
-            model=self.model,
-            is_planned_next=bool(self.allow),
-        )
-        return explain.infeasible(smallest.plan, smallest.memory, self.budget_bytes, self.device, ways)
 
 
 _MOST_TRACES = 8

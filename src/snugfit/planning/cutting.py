@@ -1,7 +1,8 @@
 """Cuts a recorded micro-step into a chain of elements, units and what lies between them, and measures each.
 
-Entry points: ``cut`` and ``measure``. Forward is cut where modules are entered and left; backward where the first node
-of an element runs, which autograd takes in reverse order. What the measures mean for a chain is ``chain``'s.
+Entry points: ``cut``, ``measure`` and ``forward_work``. Forward is cut where modules are entered and left; backward
+where the first node of an element runs, which autograd takes in reverse order. What the measures mean for a chain is
+``chain``'s.
 
 NOTE [What an element keeps]
 1. Kept is what forward made, up to an element's end, and what is alive when its backward begins, less what is still
@@ -93,6 +94,15 @@ def cut(recording: Recording, step: tuple[int, int], names: Sequence[str]) -> tu
         left_at, begun = left, start
     found.append(_element("", (left_at, forward_end), (forward_end, begun)))
     return tuple(found)
+
+
+def forward_work(recording: Recording, elements: Sequence[Element]) -> dict[str, int]:
+    """What each unit computes in forward, in FLOPs; if it only moves, less than 0: the bytes."""
+    done = {}
+    for element in elements:
+        work = [item for _, item in recording.work[slice(*element.forward_work)]]
+        done[element.unit] = sum(item.flops for item in work) or -sum(item.bytes for item in work)
+    return done
 
 
 class _Moment(NamedTuple):

@@ -18,7 +18,7 @@ from snugfit.planning.cutting import Element, Measures, measure
 from snugfit.planning.kept_results import keeping_products, kept_in_runs
 from snugfit.planning.probing import Probe
 from snugfit.planning.scaling import ScaledTrace
-from snugfit.planning.unit_runs import run_prices
+from snugfit.planning.unit_runs import kept_by_policy, run_prices
 from snugfit.plans import Segment
 
 
@@ -47,7 +47,8 @@ class Chain:
         for span in choices:
             unit = moved[span.first]
             if span.option is None:
-                price = next(islice(run_prices(moved, span.first, span.policy), span.last - span.first - 1, None))
+                prices = run_prices(moved, span.first, kept_by_policy(moved, span.policy))
+                price = next(islice(prices, span.last - span.first - 1, None))
                 own, more = price.need_bytes, price.kept_bytes
             else:
                 option = next(option for option in unit.options if option.name == span.option)

@@ -87,17 +87,18 @@ class JointSearch:
         "The last choice of every family at every micro-batch size at which one was predicted to fit."
         self._families: dict[tuple[str, int], Family] = {}
         self._not_affine: set[str] = set()
+        self.reserved: dict[Plan, int] = {}
+        "What the whole batch reserves, recomputing nothing, where that was traced and does not fit."
+        self.forward_work: Mapping[str, int] = {}
+        "What units compute, as far as a trace has told."
         self.too_small: set[int] = set()
         "Micro-batch sizes at which the job cannot run (BatchNorm of one sample)."
 
-    def prepare(self, whole: Plan, reserved_bytes: int) -> None:
-        """Make the probe of a family, and expect that its plans reserve as much more than predicted as one did.
-
-        What goes wrong is said when the probe is needed.
+    def prepare(self, whole: Plan) -> None:
+        """Make the probe of a family. What goes wrong is said when the probe is needed.
 
         Args:
             whole: The plan of the family that was traced, without recomputation.
-            reserved_bytes: What it reserved.
         """
         try:
             chain = self.chain(whole)
@@ -105,9 +106,6 @@ class JointSearch:
             return
         if "optimizer_impl" not in self.fixed and self._matters(whole, chain):
             self.updates.begin(replace(whole, optimizer_impl=_IMPLEMENTATIONS[0], micro_batch_size=self._pair[0]))
-        beyond = reserved_bytes - chain.needed_bytes(chain.all_by(NOTHING))
-        share = min(self.allowed_bytes / reserved_bytes, 1.0)  # of a smaller plan, smaller fragments
-        self.learnt.expected[family_of(whole)] = max(round(beyond * share), 0)
 
     @contextmanager
     def knowing(self, learnt: Learnt) -> Iterator[None]:
@@ -349,14 +347,24 @@ class JointSearch:
             try:
                 with warnings.catch_warnings():  # of what its options would mean, which nobody chose
                     warnings.simplefilter("ignore")
-                    probe = probing.probe(self.job, own, self.device, self.model, self.names, pair)
+                    probe = probing.probe(self.job, own, self.device, self.model, self.names, pair, self.forward_work)
             except (NotAffineError, BatchError):
                 if size:
                     raise
                 self._not_affine.add(name)
                 return self._family(plan)
             self._families[name, size] = Family(probe)
+            self._expect(name, size)
         return self._families[name, size]
+
+    def _expect(self, family: str, size: int) -> None:
+        """Expect that plans of a family reserve as much beyond their prediction as its whole batch did."""
+        for whole, reserved_bytes in self.reserved.items():
+            if family_of(whole) == family and size in (0, whole.micro_batch_size):
+                chain = self.chain(whole)
+                beyond = reserved_bytes - chain.needed_bytes(chain.all_by(NOTHING))
+                share = min(self.allowed_bytes / reserved_bytes, 1.0)  # of a smaller plan, smaller fragments
+                self.learnt.expected[family] = max(round(beyond * share), 0)
 
 
 _SHARE_OF_BACKWARD = 2 / 3

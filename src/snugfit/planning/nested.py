@@ -12,7 +12,7 @@ import numpy as np
 from snugfit.planning import solver
 from snugfit.planning.chain import NOTHING, Span, Unit
 from snugfit.planning.labels import Frontier, Ints, Labels, Packing, best
-from snugfit.planning.unit_runs import forward_needs, least_kept
+from snugfit.planning.unit_runs import forward_needs, kept_by_policy, least_kept
 
 # NOTE [Nesting]
 # 1. When the segment that ends with unit j is recomputed, its units run once more as a list of parts: a unit by an
@@ -42,8 +42,9 @@ class _Intervals:
         self.elapsed = np.array([0, *accumulate(unit.forward_ns for unit in units)])
         self.inputs = [unit.input_bytes for unit in units]
         statics = [unit.forward_static_bytes for unit in units]
-        self.forward = [np.array(list(forward_needs(units, first, statics))) for first in range(self.count)]
-        self.again = [np.array(list(forward_needs(units, first, self.inputs))) for first in range(self.count)]
+        kept = kept_by_policy(units, None)
+        self.forward = [np.array(list(forward_needs(units, first, statics, kept))) for first in range(self.count)]
+        self.again = [np.array(list(forward_needs(units, first, self.inputs, kept))) for first in range(self.count)]
         shape = self.count + 1, self.count + 1, _MOST_LABELS
         self.needs, self.costs = np.full(shape, _NO_LABEL), np.zeros(shape, np.int64)
         ends = np.arange(self.count)

@@ -18,7 +18,7 @@ from snugfit.hardware import Device
 from snugfit.jobs import Job
 from snugfit.planning import joining, units
 from snugfit.planning.chain import NOTHING
-from snugfit.planning.cutting import Element, cut
+from snugfit.planning.cutting import Element, cut, forward_work
 from snugfit.planning.scaling import NotAffineError, ScaledTrace
 from snugfit.plans import Plan
 from snugfit.training import segments
@@ -26,6 +26,7 @@ from snugfit.training import segments
 _MOST_TRACES = 3
 "Traces that are made for the options; what small groups of alike units then lack is left out."
 _ONE_MICRO_BATCH: Sequence[Sequence[int]] = ((0,),)
+_UNKNOWN: Mapping[str, int] = {}
 
 _Item = TypeVar("_Item")
 _Told = TypeVar("_Told")
@@ -60,7 +61,13 @@ class Probe:
 
 
 def probe(
-    job: Job, plan: Plan, device: Device, model: nn.Module, names: Sequence[str], sizes: tuple[int, int]
+    job: Job,
+    plan: Plan,
+    device: Device,
+    model: nn.Module,
+    names: Sequence[str],
+    sizes: tuple[int, int],
+    done: Mapping[str, int] = _UNKNOWN,
 ) -> Probe:
     """Trace a job with the options of its units spread over those that are alike.
 
@@ -71,6 +78,7 @@ def probe(
         model: The job's model, with or without data.
         names: The units; none: the step is one piece.
         sizes: Two micro-batch sizes, see ``ScaledTrace.record``.
+        done: What units compute in forward, where that is known: what is alike computes as much.
 
     Raises:
         NotAffineError: The operations depend on the micro-batch size.
@@ -82,7 +90,8 @@ def probe(
     refused: Exception | None = None
     for tried in (options, plain, {}):
         try:
-            return _Probing(job, plan, device, sizes, units.alike(model, tuple(tried)), tried).run()
+            kinds = {name: (kind, done.get(name)) for name, kind in units.alike(model, tuple(tried)).items()}
+            return _Probing(job, plan, device, sizes, kinds, tried).run()
         except NotAffineError:
             raise
         except (PlanError, UnsupportedError) as error:  # of a segment, or of the job itself: then the last one says so
@@ -178,11 +187,7 @@ class _Probing:
 
     def _tell_apart(self) -> None:
         """Alike are only units that compute as much, or move as much; those that do not run once are no units."""
-        recording = self.traces[0].base.recording
-        done = {}
-        for element in self.elements[0]:
-            work = [item for _, item in recording.work[slice(*element.forward_work)]]
-            done[element.unit] = sum(item.flops for item in work) or -sum(item.bytes for item in work)
+        done = forward_work(self.traces[0].base.recording, self.elements[0])
         self.kinds = {name: (kind, done[name]) for name, kind in self.kinds.items() if name in done}
 
     def _note(self, carried: Mapping[str, str]) -> None:

@@ -109,10 +109,10 @@ class ScaledTrace:
 
     @classmethod
     def _between(cls, base: Trace, other: Trace | None, sizes: tuple[int, int]) -> "ScaledTrace":
-        births, work, steps = base.recording.births, base.recording.work, _micro_steps(base.recording)
+        births, work, steps = base.recording.births, base.recording.work, micro_steps(base.recording)
         birth_slopes, work_slopes = [0.0] * len(births), [(0.0, 0.0)] * len(work)
         if other is not None:
-            reference = _micro_steps(other.recording)[0]
+            reference = micro_steps(other.recording)[0]
             distance = sizes[1] - sizes[0]
             for step in steps:
                 for index, there in _pairs(_births(base.recording, step), _births(other.recording, reference)):
@@ -154,7 +154,7 @@ def _moved(work: Work, slopes: _Slopes, distance: int) -> Work:
     return work._replace(flops=max(0, work.flops + flops), bytes=max(0, work.bytes + num_bytes))
 
 
-def _micro_steps(recording: Recording) -> tuple[tuple[int, int], ...]:
+def micro_steps(recording: Recording) -> tuple[tuple[int, int], ...]:
     """Events of each micro-step: from its move to the device to the end of its backward."""
     starts = [position for position, name in recording.marks if name == "micro-batch"]
     steps = []

@@ -1,20 +1,22 @@
-"""The plans that need least, where weights, gradients and state of the optimizer alone are too large.
+"""When nothing fits: the plans that need least, and the error about the least of them.
 
-Entry point: ``trace_smallest``. What is said of the least of them, and what else could be done, is ``explain``'s and
-``ways_out``'s.
+Entry points: ``without_plan``, and ``of_large_weights`` where weights, gradients and state of the optimizer alone are
+too large. What is said is ``explain``'s, and what else could be done ``ways_out``'s.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import product, zip_longest
 from typing import TypeAlias
 
-from snugfit.errors import BatchError, PlanError, UnsupportedError
+from snugfit.errors import BatchError, InfeasibleError, PlanError, UnsupportedError
+from snugfit.planning import explain, ways_out
 from snugfit.planning.asides import Asides
 from snugfit.planning.joint import JointSearch
 from snugfit.planning.traced_plans import TracedPlan
+from snugfit.planning.traces import Traces
 from snugfit.plans import Plan, Segment
 
 _NEAR = 2
@@ -25,7 +27,72 @@ _LITTLE = 0.05
 _Forms: TypeAlias = Sequence[tuple[Segment, ...]]
 
 
-def trace_smallest(joint: JointSearch, asides: Asides, families: Sequence[Plan]) -> None:
+def without_plan(joint: JointSearch, traced: Traces, allow: Collection[str]) -> InfeasibleError:
+    """The error, about what needed least of all that was traced.
+
+    Args:
+        joint: The job and its budget.
+        traced: Every plan that was traced.
+        allow: Changes of the job that are wanted; none: all are worked out.
+    """
+    least = min(traced.values(), key=lambda one: one.memory.needed_bytes)
+    traced.progress("ways out")
+    return _refused(joint, least, least.plan, allow, least.step_time_s)
+
+
+def of_large_weights(
+    joint: JointSearch, asides: Asides, families: Sequence[Plan], allow: Collection[str]
+) -> InfeasibleError:
+    """The error where what is there in every plan does not fit.
+
+    If a change is allowed that does and that snugfit makes, nobody asks what would have needed least: it is not traced.
+
+    Args:
+        joint: The job, its budget, names of the units, sizes, and what is given.
+        asides: With every plan that was traced, the whole batch of each family among them.
+        families: The whole batch of each.
+        allow: Changes of the job that are wanted.
+    """
+    made = [name for name in allow if name in ways_out.RUN]
+    if made:
+        asides.traced.progress("ways out")
+        whole = min((asides.traced[like] for like in families), key=_in_every_plan)
+        likely = _likely(joint, whole.plan)
+        error = _refused(joint, whole, likely, made, None)
+        if any(way.fits and way.executed_by_snugfit for way in error.ways):  # type: ignore[attr-defined]
+            return error
+    _trace_smallest(joint, asides, families)
+    return without_plan(joint, asides.traced, allow)
+
+
+def _refused(
+    joint: JointSearch, known: TracedPlan, plan: Plan, allow: Collection[str], step_time_s: float | None
+) -> InfeasibleError:
+    ways = ways_out.ways_out(
+        joint.job,
+        plan,
+        joint.device,
+        joint.budget_bytes,
+        allow=allow or None,
+        step_time_s=step_time_s,
+        model=joint.model,
+        is_planned_next=bool(allow),
+    )
+    return explain.infeasible(known.plan, known.memory, joint.budget_bytes, joint.device, ways)
+
+
+def _likely(joint: JointSearch, like: Plan) -> Plan:
+    """What most likely needs least of a family: the smallest micro-batches, with blocks recomputed."""
+    given = "optimizer_impl" in joint.fixed
+    return replace(
+        like,
+        micro_batch_size=joint.sizes("")[-1],
+        recompute=tuple(Segment((name,)) for name in joint.names) or like.recompute,
+        optimizer_impl=like.optimizer_impl if given else "fused",
+    )
+
+
+def _trace_smallest(joint: JointSearch, asides: Asides, families: Sequence[Plan]) -> None:
     """Trace what may need least: the smallest micro-batches, and the whole batch, plainly or with blocks recomputed.
 
     Args:
@@ -48,6 +115,11 @@ def trace_smallest(joint: JointSearch, asides: Asides, families: Sequence[Plan])
     limit = _NEAR * min(one.memory.needed_bytes for one in asides.traced.values())
     near = [(like, forms) for like, forms in chosen if asides.traced[like].memory.needed_bytes < limit]
     _trace_all(asides, [least(like, forms, (like.micro_batch_size,)) for like, forms in near])
+
+
+def _in_every_plan(whole: TracedPlan) -> int:
+    """Bytes that are there however small the micro-batches are, the casts that autocast remembers among them."""
+    return whole.memory.static_bytes + whole.memory.at("forward end").get("autocast", 0)
 
 
 def _saved_by_a_sample(whole: TracedPlan) -> float:

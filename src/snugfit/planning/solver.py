@@ -4,12 +4,12 @@ Entry point: ``frontier``. One pass from the last unit to the first; see NOTE [L
 Plans that recompute within a recomputation are ``nested.py``'s.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from snugfit.planning.chain import NOTHING, Span, Unit
 from snugfit.planning.labels import END, MOST, Frontier, Labels, Packing, best, sieved
-from snugfit.planning.unit_runs import least_kept, policies_of, run_prices
+from snugfit.planning.unit_runs import Kept, kept_by_policy, least_kept, policies_of, run_prices
 
 # NOTE [Labels]
 # 1. A label (need, cost) stands for one way to run the units from i on: the smallest budget that these units need
@@ -53,7 +53,7 @@ def frontier(
     packing = Packing.up_to(len(units), longest)
     limit = MOST if budget_bytes is None else budget_bytes
     kept_before = least_kept(units, runs=runs) if budget_bytes is not None else [0] * len(units)
-    steps = tuple(tuple(_steps(units, i, packing, runs=runs)) for i in range(len(units)))
+    steps = _steps(units, packing, runs=runs)
     labels = [END] * (len(units) + 1)
     for i in reversed(range(len(units))):
         found = [
@@ -71,25 +71,32 @@ def frontier(
 def least_bytes(units: Sequence[Unit], *, floor_bytes: int = 0, runs: bool = True) -> int:
     """The smallest budget into which a chain of units fits: where its frontier begins."""
     least = [0] * (len(units) + 1)
+    steps = _steps(units, Packing(0), runs=runs)
     for i in reversed(range(len(units))):
-        steps = _steps(units, i, Packing(0), runs=runs)
-        least[i] = min(max(step.need, step.kept + least[step.span.last + 1]) for step in steps)
+        least[i] = min(max(step.need, step.kept + least[step.span.last + 1]) for step in steps[i])
     return max(least[0], floor_bytes)
 
 
-def _steps(units: Sequence[Unit], i: int, packing: Packing, *, runs: bool) -> Iterator[Step]:
-    """Every way to go on from unit i: its options, then the runs of two and more units that begin with it."""
-    unit = units[i]
+def _steps(units: Sequence[Unit], packing: Packing, *, runs: bool) -> tuple[tuple[Step, ...], ...]:
+    """Every way to go on from each unit: its options, then the runs of two and more units that begin with it."""
+    policies = {policy for unit in units for policy in policies_of(unit)} if runs else ()
+    kept = {policy: kept_by_policy(units, policy) for policy in policies}
+    return tuple((*_by_options(unit, i, packing), *_by_runs(units, i, packing, kept)) for i, unit in enumerate(units))
+
+
+def _by_options(unit: Unit, i: int, packing: Packing) -> Iterator[Step]:
     for option in unit.options:
         need = max(unit.forward_static_bytes + option.forward_bytes, unit.backward_static_bytes + option.backward_bytes)
         recomputed = int(option.name != NOTHING)
         cost = packing.cost(option.extra_ns, recomputed, recomputed)
         yield Step(Span(i, i, option.name), need, option.kept_bytes, cost)
-    if runs:
-        for policy in policies_of(unit):
-            for last, price in enumerate(run_prices(units, i, policy), start=i + 1):
-                cost = packing.cost(price.extra_ns, last - i + 1, 1)
-                yield Step(Span(i, last, policy=policy), price.need_bytes, price.kept_bytes, cost)
+
+
+def _by_runs(units: Sequence[Unit], i: int, packing: Packing, kept: Mapping[str | None, Kept]) -> Iterator[Step]:
+    for policy in policies_of(units[i]) if kept else ():
+        for last, price in enumerate(run_prices(units, i, kept[policy]), start=i + 1):
+            cost = packing.cost(price.extra_ns, last - i + 1, 1)
+            yield Step(Span(i, last, policy=policy), price.need_bytes, price.kept_bytes, cost)
 
 
 def _spans(need: int, cost: int, steps: Sequence[Sequence[Step]], labels: Sequence[Labels]) -> Iterator[Span]:

@@ -6,17 +6,19 @@ Entry points: ``TracedPlan``, ``traced_plan`` and ``undominated``.
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from snugfit.hardware import Device
 from snugfit.jobs import Job
 from snugfit.memory import tracing
-from snugfit.memory.events import Work
+from snugfit.memory.events import Recording, Work
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory.traces import Trace
 from snugfit.planning import cost, links
+from snugfit.planning.cutting import cut, forward_work
 from snugfit.planning.ladder import Candidate
+from snugfit.planning.scaling import micro_steps
 from snugfit.plans import Plan
 
 
@@ -33,6 +35,8 @@ class TracedPlan:
     flops: int
     offloaded_bytes: int
     "What a micro-batch moves to the host in forward and back."
+    forward_work: Mapping[str, int]
+    "What each unit computes in forward, if nothing is recomputed."
 
 
 def whole_window(trace: Trace, plan: Plan) -> Counter[Work]:
@@ -48,8 +52,16 @@ def whole_window(trace: Trace, plan: Plan) -> Counter[Work]:
     return work
 
 
-def traced_plan(job: Job, plan: Plan, device: Device, budget_bytes: int) -> TracedPlan:
-    """Trace a plan as it is."""
+def traced_plan(job: Job, plan: Plan, device: Device, budget_bytes: int, names: Sequence[str] = ()) -> TracedPlan:
+    """Trace a plan as it is.
+
+    Args:
+        job: What is trained.
+        plan: How.
+        device: What it is traced for.
+        budget_bytes: For peak, context and margin.
+        names: Of the model's units.
+    """
     gc.collect()  # the last trace's tensors hold each other
     with warnings.catch_warnings():
         if plan.recompute:  # what it means to a model is said when the plan is carried out
@@ -72,7 +84,12 @@ def traced_plan(job: Job, plan: Plan, device: Device, budget_bytes: int) -> Trac
         step_time_s=sum(phases.values()) + reducing,
         flops=sum(item.flops * times_run for item, times_run in work.items()),
         offloaded_bytes=_offloaded_bytes(trace, plan),
+        forward_work={} if plan.recompute else _forward_work(trace.recording, names),
     )
+
+
+def _forward_work(recording: Recording, names: Sequence[str]) -> dict[str, int]:
+    return forward_work(recording, cut(recording, micro_steps(recording)[0], names))
 
 
 def _offloaded_bytes(trace: Trace, plan: Plan) -> int:

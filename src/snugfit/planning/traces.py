@@ -4,7 +4,7 @@ Entry point: ``Traces``. Which plans are worth a trace is ``choosing``'s; what a
 ``traced_plans``'.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from snugfit.hardware import Device
@@ -25,18 +25,27 @@ class Traces(dict[Plan, TracedPlan]):
         job: What is trained.
         device: What it is traced for.
         budget_bytes: For peak, context and margin.
+        names: Of the model's units.
         progress: Told of each trace.
     """
 
-    def __init__(self, job: Job, device: Device, budget_bytes: int, progress: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        device: Device,
+        budget_bytes: int,
+        names: Sequence[str],
+        progress: Callable[[str], None],
+    ) -> None:
         super().__init__()
-        self.job, self.device, self.budget_bytes, self.progress = job, device, budget_bytes, progress
+        self.job, self.device, self.budget_bytes = job, device, budget_bytes
+        self.names, self.progress = names, progress
 
     def of(self, plan: Plan) -> TracedPlan:
         """A plan traced as it is."""
         if plan not in self:
             self.progress(f"trace: {options.short(plan.precision)}, micro-batch {plan.micro_batch_size}")
-            self[plan] = apart(lambda: traced_plan(self.job, plan, self.device, self.budget_bytes))
+            self[plan] = apart(lambda: traced_plan(self.job, plan, self.device, self.budget_bytes, self.names))
         self.forget()
         return self[plan]
 

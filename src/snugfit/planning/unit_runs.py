@@ -1,8 +1,8 @@
 """What it costs to recompute consecutive units of a chain as one segment.
 
-Entry point: ``run_prices``. A run keeps the input of its first unit, and the results that its policy names; in backward
-its units run once more and keep everything, beside what is alive during the backward of the last one. Segments within
-segments are ``nested.py``'s.
+Entry point: ``run_prices``, of what ``kept_by_policy`` gives. A run keeps the input of its first unit, and the results
+that its policy names; in backward its units run once more and keep everything, beside what is alive during the backward
+of the last one. Segments within segments are ``nested.py``'s.
 
 NOTE [Results that a run keeps]
 1. They stay from the forward of their unit to its repetition, in which they are handed out: a unit that is repeated has
@@ -13,6 +13,7 @@ NOTE [Results that a run keeps]
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from snugfit.planning.chain import KeptInRun, Unit
 
@@ -28,18 +29,23 @@ class RunPrice:
     extra_ns: int
 
 
-def run_prices(units: Sequence[Unit], first: int, policy: str | None = None) -> Iterator[RunPrice]:
+Kept: TypeAlias = Sequence[KeptInRun | None]
+"What each unit of a chain keeps in runs of a policy; None where it has none of that name."
+
+
+def run_prices(units: Sequence[Unit], first: int, kept: Kept) -> Iterator[RunPrice]:
     """Prices of the runs of two, three, ... units that begin with a unit, as far as borders can be crossed.
 
     Args:
         units: The chain.
         first: Where the runs begin.
-        policy: Of their segments, which runs do not go beyond that have none of that name; None: the input alone stays.
+        kept: What ``kept_by_policy`` gave for the policy of their segments.
     """
     again = backward_need = saved = elapsed = results = 0
     statics = [unit.forward_static_bytes for unit in units]
-    for last, forward_need in enumerate(forward_needs(units, first, statics, policy), start=first):
-        unit, plain, own = units[last], units[last].plain, kept_in_run(units[last], policy)
+    for last, forward_need in enumerate(forward_needs(units, first, statics, kept), start=first):
+        unit, plain, own = units[last], units[last].plain, kept[last]
+        assert own is not None, "the forward ends there"
         # See NOTE [Results that a run keeps], 1.
         again = max(again + own.kept_bytes, saved + unit.input_bytes + plain.forward_bytes + own.kept_bytes)
         backward_need = max(backward_need, unit.backward_static_bytes + saved + plain.backward_bytes)
@@ -50,26 +56,25 @@ def run_prices(units: Sequence[Unit], first: int, policy: str | None = None) -> 
         saved, elapsed = saved + plain.kept_bytes, elapsed + own.again_ns
 
 
-def forward_needs(
-    units: Sequence[Unit], first: int, statics: Sequence[int], policy: str | None = None
-) -> Iterator[int]:
+def forward_needs(units: Sequence[Unit], first: int, statics: Sequence[int], kept: Kept) -> Iterator[int]:
     """Needs of the forward of a run: over one, two, ... units from the first on.
 
     Args:
         units: The chain.
         first: Where the forward begins.
         statics: What else is alive while each unit of the chain runs, its input included.
-        policy: See ``run_prices``.
+        kept: See ``run_prices``.
     """
-    need = kept = 0
-    for unit, static in zip(units[first:], statics[first:], strict=True):
-        if not has_policy(unit, policy):
+    need = before = 0
+    for last in range(first, len(units)):
+        unit, own = units[last], kept[last]
+        if own is None:
             return
-        need = max(need, static + kept + unit.plain.forward_bytes)
+        need = max(need, statics[last] + before + unit.plain.forward_bytes)
         yield need
         if not unit.joins_next:
             return
-        kept = max(kept, units[first].input_bytes) + kept_in_run(unit, policy).kept_bytes
+        before = max(before, units[first].input_bytes) + own.kept_bytes
 
 
 def policies_of(unit: Unit) -> tuple[str | None, ...]:
@@ -77,15 +82,11 @@ def policies_of(unit: Unit) -> tuple[str | None, ...]:
     return None, *(way.policy for way in unit.in_runs)
 
 
-def has_policy(unit: Unit, policy: str | None) -> bool:
-    """Whether a unit may be part of a run with a policy."""
-    return policy in policies_of(unit)
-
-
-def kept_in_run(unit: Unit, policy: str | None) -> KeptInRun:
-    """What a unit keeps in a run with a policy; nothing without one."""
-    found = next((way for way in unit.in_runs if way.policy == policy), None)
-    return found or KeptInRun("", 0, unit.forward_ns, unit.forward_ns - unit.tail_ns)
+def kept_by_policy(units: Sequence[Unit], policy: str | None) -> Kept:
+    """What each unit keeps in a run of a policy; without one nothing."""
+    if policy is None:
+        return [KeptInRun("", 0, unit.forward_ns, unit.forward_ns - unit.tail_ns) for unit in units]
+    return [next((way for way in unit.in_runs if way.policy == policy), None) for unit in units]
 
 
 def least_kept(units: Sequence[Unit], *, runs: bool = True) -> list[int]:
