@@ -42,13 +42,18 @@ def test_a_given_module_is_used_in_place_and_one_that_is_built_is_new_each_time(
 def test_the_optimizer_is_made_after_recomputation_is_applied_and_over_the_model_on_its_device():
     seen = []
 
+    class Moved(LinearStack):
+        def to(self, device):
+            seen.append(("moved", str(device)))
+            return super().to(device)
+
     def optimizer(model):
-        seen.append(("forward" in model.layers[0].__dict__, next(model.parameters()).device.type))
+        seen.append(("optimizer", "forward" in model.layers[0].__dict__))
         return adamw(model)
 
     plan = Plan(batch_size=4, micro_batch_size=2, recompute=(Segment("layers.0"),))
-    construct(make_job(optimizer=optimizer), plan, torch.device("meta"))
-    assert seen == [(True, "meta")]
+    construct(make_job(model=Moved, optimizer=optimizer), plan, torch.device("cpu"))
+    assert seen == [("moved", "cpu"), ("optimizer", True)]
 
 
 @pytest.mark.parametrize("model", [LinearStack, LinearStack()], ids=["a function", "a module"])

@@ -394,6 +394,11 @@ def test_the_version_and_the_help_are_printed_with_exit_code_0(call):
     assert "estimate" in out
 
 
+def test_python_runs_the_package_as_the_command_line():
+    ran = subprocess.run([sys.executable, "-m", "snugfit", "--version"], capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (0, f"snugfit {snugfit.__version__}\n")
+
+
 def test_estimate_measure_and_train_take_a_plan_file(jobs, call, tmp_path):
     Plan(batch_size=8, micro_batch_size=3).save(tmp_path / "plan.json")
     for command in ("estimate", "measure"):

@@ -259,6 +259,13 @@ def test_a_pickle_with_more_than_tensors_passes_no_advice_on(tmp_path):
     assert caught.value.__suppress_context__
 
 
+@pytest.mark.parametrize("given", [3, b"nonfinite.pt", ["nonfinite.pt"]])
+def test_what_is_no_path_is_no_window(given):
+    with pytest.raises(PlanError, match="window is not a path") as caught:
+        diagnose(job_of(Maps, mean_output), plan_of(), "cpu", window=given)
+    assert "steps=" in caught.value.hint
+
+
 def test_a_folder_is_no_window(tmp_path):
     with pytest.raises(PlanError, match="cannot be read"):
         saved_window.load(tmp_path)

@@ -152,6 +152,12 @@ def test_a_saved_plan_is_loaded_again(tmp_path):
     assert os.listdir(tmp_path / "new") == ["plan.json"]
 
 
+def test_a_plan_that_an_editor_saved_with_a_byte_order_mark_is_read(tmp_path):
+    plan = Plan(**SMALL)
+    (tmp_path / "plan.json").write_text(plan.to_json(), encoding="utf-8-sig")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
 def test_a_file_cut_off_at_any_byte_is_refused_by_name(tmp_path):
     plan = Plan(**SMALL, recompute=(Segment(("a", "b")),), fingerprint="abc")
     complete = plan.to_json().encode()

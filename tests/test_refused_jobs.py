@@ -99,6 +99,20 @@ def test_a_module_on_meta_is_refused(asked):
         asked(job(model=nn.Linear(8, 3, device="meta")))
 
 
+@pytest.mark.parametrize("asked", [planned, estimated, built])
+def test_a_function_that_builds_on_meta_is_refused(asked):
+    with pytest.raises(PlanError, match="the model lies on the device meta") as caught:
+        asked(job(model=lambda: nn.Linear(8, 3, device="meta")))
+    assert "Job.model" in caught.value.hint
+
+
+def test_an_engine_over_a_model_on_meta_is_refused_before_the_first_window():
+    model = nn.Linear(8, 3, device="meta")
+    with pytest.raises(PlanError, match="the model lies on the device meta") as caught:
+        snugfit.Engine(model, torch.optim.SGD(model.parameters()), PLAN, loss=job().loss)
+    assert "to_empty" in caught.value.hint
+
+
 TWO_TYPES = {
     "float64 inputs": job(batch=lambda n: {"x": torch.randn(n, 8).double(), "y": torch.zeros(n, dtype=torch.long)}),
     "double weights": job(model=lambda: nn.Linear(8, 3).double()),

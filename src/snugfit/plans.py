@@ -240,7 +240,7 @@ class Plan:
             PlanError: The file cannot be read or is not a plan (the message names the file).
         """
         try:
-            document = Path(path).read_text(encoding="utf-8")
+            document = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
         except (OSError, TypeError, ValueError) as error:  # no file, no path, no text
             raise PlanError(
                 f"cannot read the plan {str(path)!r}",

@@ -16,6 +16,7 @@ from snugfit.jobs import Job, check_module
 from snugfit.plans import Plan
 from snugfit.training import closures, gradients, precision, updates, wide_sums
 
+_FILL = 'build it on the device; or give it room with model.to_empty(device="cuda"), and load or initialise its weights'
 _NOT_YET = {
     "shard": ("none", "pass a model that is wrapped in DDP to snugfit.Engine"),
 }
@@ -35,6 +36,7 @@ def check(
         UnsupportedError: Something that is not driven exactly.
     """
     check_parameters(model)
+    check_has_values(model, _FILL)
     if plan is not None:
         check_plan(plan)
     precision.check_name(precision_name)
@@ -74,15 +76,28 @@ def check_job(job: object) -> None:
             if is_function
             else "pass snugfit.Job(model, loss, optimizer, batch)",
         )
-    if not isinstance(job.model, nn.Module):
-        return
-    empty = [name for name, parameter in job.model.named_parameters() if parameter.is_meta]
+    if isinstance(job.model, nn.Module):
+        hint = "pass a function that builds it: Job(lambda: MyModel(), ...); planning then allocates nothing either"
+        check_has_values(job.model, hint)
+
+
+def check_has_values(model: nn.Module, hint: str) -> None:
+    """Refuse a model whose weights are not there yet.
+
+    Args:
+        model: That is to be trained.
+        hint: What to do then.
+
+    Raises:
+        PlanError: Parameters on the device ``meta``.
+    """
+    empty = [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
     if empty:
         raise PlanError(
             "the model lies on the device meta, where nothing holds data: it cannot be trained",
             got=f"{len(empty)} parameters on meta, the first is {empty[0]}",
             expected="weights with values, or a function that makes them",
-            hint="pass a function that builds it: Job(lambda: MyModel(), ...); planning then allocates nothing either",
+            hint=hint,
         )
 
 

@@ -97,6 +97,7 @@ def construct(job: Job, plan: Plan, device: torch.device) -> Engine:
     """
     admission.check_plan(plan)
     model = build_model(job)
+    admission.check_has_values(model, "let Job.model build it without torch.device('meta')")
     fingerprint.check(plan, model)
     if plan.recompute:
         checkpointing.apply(model, plan.recompute)

@@ -106,8 +106,15 @@ def load(path: str | os.PathLike[str]) -> SavedWindow:
     """Read a window.
 
     Raises:
-        PlanError: No such file, or not one that ``save`` wrote; whatever is wrong in it is said.
+        PlanError: No path, no such file, or not one that ``save`` wrote; whatever is wrong in it is said.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise PlanError(
+            "window is not a path",
+            got=repr(path),
+            expected=f"the file {FILE} that train wrote into its run folder",
+            hint="leave window out to look for a window that goes wrong in the job's data; steps= says how many",
+        )
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
