@@ -17,6 +17,7 @@ from snugfit.planning.asides import Asides
 from snugfit.planning.joint import JointSearch
 from snugfit.planning.traced_plans import TracedPlan
 from snugfit.planning.traces import Traces
+from snugfit.planning.ways_out import WayOut
 from snugfit.plans import Plan, Segment
 
 _NEAR = 2
@@ -37,7 +38,7 @@ def without_plan(joint: JointSearch, traced: Traces, allow: Collection[str]) -> 
     """
     least = min(traced.values(), key=lambda one: one.memory.needed_bytes)
     traced.progress("ways out")
-    return _refused(joint, least, least.plan, allow, least.step_time_s)
+    return _error(joint, least, _ways(joint, least.plan, allow, lambda: least.step_time_s))
 
 
 def of_large_weights(
@@ -45,7 +46,8 @@ def of_large_weights(
 ) -> InfeasibleError:
     """The error where what is there in every plan does not fit.
 
-    If a change is allowed that does and that snugfit makes, nobody asks what would have needed least: it is not traced.
+    If a change is allowed that does and that snugfit makes, nobody asks what would have needed least: only what most
+    likely does is traced.
 
     Args:
         joint: The job, its budget, names of the units, sizes, and what is given.
@@ -56,29 +58,31 @@ def of_large_weights(
     made = [name for name in allow if name in ways_out.RUN]
     if made:
         asides.traced.progress("ways out")
-        whole = min((asides.traced[like] for like in families), key=_in_every_plan)
-        likely = _likely(joint, whole.plan)
-        error = _refused(joint, whole, likely, made, None)
-        if any(way.fits and way.executed_by_snugfit for way in error.ways):  # type: ignore[attr-defined]
-            return error
+        likely = _likely(joint, min((asides.traced[like] for like in families), key=_in_every_plan).plan)
+        begun = asides.begin(lambda: asides.traced.of(likely))
+        with suppress(PlanError, UnsupportedError, BatchError):  # it does not run, as those below may
+            ways = _ways(joint, likely, made, lambda: asides.join(begun).step_time_s)
+            if any(way.fits and way.executed_by_snugfit for way in ways):
+                return _error(joint, asides.traced[likely], ways)
     _trace_smallest(joint, asides, families)
     return without_plan(joint, asides.traced, allow)
 
 
-def _refused(
-    joint: JointSearch, known: TracedPlan, plan: Plan, allow: Collection[str], step_time_s: float | None
-) -> InfeasibleError:
-    ways = ways_out.ways_out(
+def _ways(joint: JointSearch, plan: Plan, allow: Collection[str], seconds: Callable[[], float]) -> tuple[WayOut, ...]:
+    return ways_out.ways_out(
         joint.job,
         plan,
         joint.device,
         joint.budget_bytes,
         allow=allow or None,
-        step_time_s=step_time_s,
+        seconds=seconds,
         model=joint.model,
         is_planned_next=bool(allow),
     )
-    return explain.infeasible(known.plan, known.memory, joint.budget_bytes, joint.device, ways)
+
+
+def _error(joint: JointSearch, least: TracedPlan, ways: Sequence[WayOut]) -> InfeasibleError:
+    return explain.infeasible(least.plan, least.memory, joint.budget_bytes, joint.device, ways)
 
 
 def _likely(joint: JointSearch, like: Plan) -> Plan:

@@ -45,7 +45,7 @@ def ways_out(
     budget_bytes: int,
     *,
     allow: Collection[str] | None = None,
-    step_time_s: float | None = None,
+    seconds: Callable[[], float] | None = None,
     model: nn.Module | None = None,
     is_planned_next: bool = False,
 ) -> tuple[WayOut, ...]:
@@ -61,7 +61,8 @@ def ways_out(
         device: What it is planned for.
         budget_bytes: What peak, context and margin of one card may take together.
         allow: Names of the ways that are wanted; None means all.
-        step_time_s: Modelled seconds of an update under that plan; None: those of the job as it is traced here.
+        seconds: Gives the modelled seconds of an update under that plan, and is called when all ways are worked out;
+            None: those of the job as it is traced here.
         model: The job's model, data or not; None: it is built without data.
         is_planned_next: Whether a changed job is planned next, which tells whether it can be.
 
@@ -73,14 +74,14 @@ def ways_out(
     case = Case(job, plan, device, budget_bytes, model, is_planned_next=is_planned_next)
     wanted = [name for name in NAMES if allow is None or name in allow]
     # Beside the others what holds no job, which would not come back; here all of it if its traces are to tell the time.
-    apart = [name for name in wanted if name not in RUN and step_time_s is not None]
+    apart = [name for name in wanted if name not in RUN and seconds is not None]
     with tracing.collector_off():
         beside = errand(lambda: [_worked_out(case, name) for name in apart]) if apart else None
         found = [_worked_out(case, name) for name in wanted if name not in apart]
         found += [] if beside is None else beside.result()
-    seconds = step_time_s if step_time_s is not None else case.seconds()
+    own = case.seconds() if seconds is None else seconds()
     timed = [
-        row if row.step_time_s is None or not seconds else replace(row, relative_time=row.step_time_s / seconds)
+        row if row.step_time_s is None or not own else replace(row, relative_time=row.step_time_s / own)
         for row in found
     ]
     return tuple(sorted(timed, key=_by_cost))
