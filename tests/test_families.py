@@ -14,9 +14,9 @@ from snugfit.memory import tracing
 from snugfit.planning import cost, held_up, probing, units
 from snugfit.planning.assumed_rates import assumed
 from snugfit.planning.chain import NOTHING, Span
-from snugfit.planning.families import Family, _option
+from snugfit.planning.families import Family, _option, update
 from snugfit.planning.kept_results import keeping_products, kept_in_runs
-from snugfit.planning.scaling import micro_steps
+from snugfit.planning.scaling import ScaledTrace, micro_steps
 from snugfit.planning.traced_plans import traced_plan
 from snugfit.planning.unit_runs import kept_by_policy, run_prices
 
@@ -147,6 +147,17 @@ def family_of(job, device, precision, sizes=(8, 4), batch_size=64):
     model = tracing.skeleton(job)
     plan = snugfit.Plan(batch_size=batch_size, micro_batch_size=sizes[0], precision=precision)
     return Family(probing.probe(job, plan, device, model, units.named(model), sizes))
+
+
+def test_what_a_micro_batch_leaves_is_no_part_of_what_an_update_needs():
+    device = hardware.resolve("a100-sxm-40gb")
+
+    def floor(size):
+        plan = snugfit.Plan(batch_size=4096, micro_batch_size=size, optimizer_impl="fused", precision="32-true")
+        trace = ScaledTrace.record(decoder_job(), plan, device, (size, size), ((0,), (0,)))
+        return update(trace, size)[0]
+
+    assert floor(2048) == floor(2)
 
 
 def test_where_it_is_known_what_units_compute_two_traces_tell_of_all_of_them_as_they_are_and_recomputed():

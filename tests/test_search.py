@@ -13,6 +13,7 @@ from snugfit.planning import errands, joint, links, options
 from snugfit.planning.chain import NOTHING
 from snugfit.planning.learning import kind_of
 from snugfit.planning.scaling import NotAffineError, ScaledTrace
+from snugfit.planning.traced_plans import traced_plan
 from snugfit.sizes import GIB, MIB
 
 WIDTH = 512
@@ -296,6 +297,35 @@ def test_what_would_have_needed_least_is_not_traced_where_an_allowed_change_make
 
     assert said_after_the_ways("1700MiB").startswith("AdamW8bit of torchao")
     assert said_after_the_ways("1100MiB").startswith("trace: ")
+
+
+def test_of_a_batch_of_which_little_fits_no_plan_by_hand_is_faster():
+    deep = job(lambda: Stack(8))
+    blocks = tuple(snugfit.Segment((f"blocks.{i}",)) for i in range(8))
+    by_hand = snugfit.Plan(
+        batch_size=65536, micro_batch_size=256, precision="32-true", recompute=blocks, optimizer_impl="fused"
+    )
+    needed = snugfit.estimate(deep, by_hand, card()).needed_bytes
+    found = snugfit.plan(deep, card(), 65536, needed)
+    assert found.step_time_s <= 1.03 * traced_plan(deep, by_hand, card(), needed).step_time_s
+
+
+def test_units_are_measured_at_sizes_near_those_that_may_fit():
+    whole = snugfit.Plan(batch_size=65536, micro_batch_size=65536, precision="32-true")
+    report = snugfit.estimate(job(), whole, card())
+    given = job(), card(), whole, {}, tracing.skeleton(job())
+    moving = report.peak_allocated_bytes - report.static_bytes
+    roomy, tight = (joint.JointSearch(*given, report.needed_bytes - less) for less in (MIB, moving * 31 // 32))
+    for search in (roomy, tight):
+        search.aim(report)
+    assert roomy.heads.pair == (32768, 16384)
+    assert 4096 < tight.heads.pair[0] < 16384  # about four times a 32nd of the batch
+    assert tight.heads.pair[1] == tight.heads.pair[0] // 2
+
+
+def test_sizes_of_a_batch_hold_those_that_leave_no_smaller_micro_batch():
+    assert {1024, 512, 256, 128, 64, 32, 16} <= set(options.micro_batch_sizes(65536))
+    assert {40, 30, 24} <= set(options.micro_batch_sizes(3000))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

@@ -70,6 +70,7 @@ class Search:
         self.joint.forward_work = whole.forward_work
         if not whole.fits and whole.memory.static_bytes <= self.joint.allowed_bytes:
             self.joint.reserved[mixed] = whole.memory.peak_reserved_bytes
+            self.joint.aim(whole.memory)
             self.joint.prepare(mixed)
         first = whole
         if other is not None:
@@ -361,13 +362,17 @@ class Search:
         return self.traced.of(plan).memory
 
     def _least(self, families: Sequence[Plan]) -> TracedPlan | None:
-        """The fastest of the plans that are predicted to need least, if one of them fits after all."""
+        """About the fastest of the plans that are predicted to need least, if one of them fits after all."""
         found = []
         for like in families:
             for form in self.joint.variants(like):
-                found.append(self._attempt(self.joint.smallest(form)))
-        fitting = [traced for traced in found if traced is not None and traced.fits]
-        return min(fitting, key=lambda traced: traced.step_time_s, default=None)
+                traced = self._attempt(self.joint.smallest(form))
+                if traced is not None and traced.fits:
+                    found.append((traced, form))
+        if not found:
+            return None
+        fastest, form = min(found, key=lambda each: each[0].step_time_s)
+        return self._larger(fastest, form, ANY, worth=_AS_FAST)
 
 
 _MOST_TRACES = 8

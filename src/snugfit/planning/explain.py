@@ -24,6 +24,8 @@ from snugfit.training import norms
 _STATIC = ("parameter", "buffer", "gradient", "optimizer")
 _MUCH_OF_PEAK = 0.2
 "Share of the peak from which on the loss is worth changing."
+_MUCH_FASTER = 0.7
+"Of the time of the full batch in full precision, for which a precision is worth more memory."
 _NAMED_LAYERS = 2
 "Layers that a reason names; a ResNet has 53 of a kind."
 
@@ -129,10 +131,15 @@ def pays_with(plan: Plan, flops: int, first: Plan, first_flops: int) -> str:
 
 
 def notes(
-    ladder: Sequence[Rung], chosen: Plan, device: Device, model: nn.Module, offloaded_bytes: int = 0
+    ladder: Sequence[Rung],
+    chosen: Plan,
+    device: Device,
+    model: nn.Module,
+    budget_bytes: int,
+    offloaded_bytes: int = 0,
 ) -> tuple[str, ...]:
     """Where the usual order of the techniques is not the best one here, and how sure the times are."""
-    found = []
+    found = _faster_precision(ladder, chosen, device, budget_bytes)
     by_name = {rung.name: rung for rung in ladder}
     mixed, plain = by_name.get(MIXED_PRECISION), ladder[0]
     if mixed is not None and mixed.memory.peak_reserved_bytes > plain.memory.peak_reserved_bytes:
@@ -176,6 +183,24 @@ def notes(
         )
     found.append(_on_times(device))
     return tuple(found)
+
+
+def _faster_precision(ladder: Sequence[Rung], chosen: Plan, device: Device, budget_bytes: int) -> list[str]:
+    """What is missing for a precision that is much faster, where none of its plans fits."""
+    mixed = next((rung for rung in ladder if rung.name == MIXED_PRECISION), None)
+    if mixed is None or mixed.plan.precision == chosen.precision:
+        return []
+    alike = [rung for rung in ladder if rung.plan.precision == mixed.plan.precision]
+    share = mixed.step_time_s / ladder[0].step_time_s
+    if share > _MUCH_FASTER or any(rung.fits for rung in alike):
+        return []
+    needed = min(rung.memory.needed_bytes for rung in alike)
+    lower = " or, with another result, weights in bf16 (precision bf16-true, bf16_update nearest)"
+    return [
+        f"{options.short(mixed.plan.precision)} would take {share:.2f} of the time of fp32, but its rungs need "
+        f"{sizes.text(needed)} of {sizes.text(budget_bytes)} or more: more memory pays"
+        + (lower if device.fast_bfloat16 else "")
+    ]
 
 
 def _on_times(device: Device) -> str:

@@ -276,7 +276,10 @@ def measured(trace: ScaledTrace, elements: Sequence[Element], micro_batch_size: 
 
 
 def update(trace: ScaledTrace, micro_batch_size: int) -> tuple[int, int]:
-    """Most bytes alive behind the last micro-batch of a trace, and the nanoseconds of what runs there."""
+    """Most bytes alive behind the last micro-batch of a trace, and the nanoseconds of what runs there.
+
+    What the micro-batch leaves is freed before the update makes something, and is the micro-batch's.
+    """
     recording = trace.base.recording
     sizes = trace.birth_bytes(micro_batch_size)
     events = np.asarray(recording.events, dtype=np.int64)
@@ -284,7 +287,8 @@ def update(trace: ScaledTrace, micro_batch_size: int) -> tuple[int, int]:
     behind = trace.steps[-1][1]
     kinds = trace.work(micro_batch_size)
     spent = [kinds[kind] for (at, _), kind in zip(recording.work, trace.kind_of, strict=True) if at > behind]
-    return int(alive[behind:].max(initial=0)), round(1e9 * cost.step_time(spent, trace.base.device))
+    floor = alive[behind:][events[behind:] > 0].max(initial=0)
+    return int(floor), round(1e9 * cost.step_time(spent, trace.base.device))
 
 
 def _key(place: int, element: Element) -> str:

@@ -6,6 +6,7 @@ size the solver gives the fastest way to run that chain within the budget. What 
 """
 
 import gc
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,7 +18,7 @@ from torch import nn
 from snugfit.errors import BatchError, SnugfitError
 from snugfit.hardware import Device
 from snugfit.jobs import Job
-from snugfit.memory.reports import margin_bytes
+from snugfit.memory.reports import MemoryReport, margin_bytes
 from snugfit.planning import links, nested, options, probing, solver, units
 from snugfit.planning.chain import NOTHING, Solution, Span
 from snugfit.planning.families import Chain, Family
@@ -35,6 +36,8 @@ _HELD_ROUNDS = 4
 _MUCH_TIME, _MUCH, _MUCH_OF_HEAD = 0.03, 0.9, 0.15
 "Share of a step that an update takes, of the room that it needs, and that the last piece needs, to look for others."
 _CHUNKS = (4, 16)
+_LEAST_PROBED, _BY_RECOMPUTING = 4, 4
+"The smallest size of the larger traces of a pair, and how many times as many samples may fit as without recomputation."
 _IMPLEMENTATIONS = ("fused", "for-loop")
 "Of the optimizer, the first one that there is."
 _WORSE_IN_A_ROW = 4
@@ -75,7 +78,7 @@ class JointSearch:
     ) -> None:
         self.job, self.device, self.first, self.fixed, self.model = job, device, first, fixed, model
         self.names = () if "recompute" in fixed else units.named(model)
-        self.budget_bytes, self.allowed_bytes = budget_bytes, allowed_bytes(budget_bytes, device)
+        self.budget_bytes, self.allowed_bytes = budget_bytes, options.allowed_bytes(budget_bytes, device)
         self.runs = True
         self.learnt = Learnt()
         self.updates = Updates(job, device)
@@ -93,6 +96,22 @@ class JointSearch:
         "What units compute, as far as a trace has told."
         self.too_small: set[int] = set()
         "Micro-batch sizes at which the job cannot run (BatchNorm of one sample)."
+
+    def aim(self, whole: MemoryReport) -> None:
+        """Measure units at micro-batches about as large as those that may fit, where that is little of the whole batch.
+
+        Sizes are affine only nearly: kernels split what they do in as many parts as they like.
+
+        Args:
+            whole: What the whole batch needs that does not fit, with nothing recomputed.
+        """
+        if "micro_batch_size" in self.fixed:
+            return
+        share, held = self.first.samples_per_rank, whole.static_bytes
+        fitting = max(self.allowed_bytes - held, 0) / max(whole.peak_allocated_bytes - held, 1)
+        largest = max(_LEAST_PROBED, math.ceil(_BY_RECOMPUTING * fitting * share))
+        self._pair = min(self._pair[0], largest), min(self._pair[1], largest // 2)
+        self.heads.pair = self._pair
 
     def prepare(self, whole: Plan) -> None:
         """Make the probe of a family. What goes wrong is said when the probe is needed.
@@ -371,15 +390,3 @@ _SHARE_OF_BACKWARD = 2 / 3
 "Of a micro-step: two products for each one of forward."
 _POINTS = 24
 "Points of a frontier at one micro-batch size."
-
-
-def allowed_bytes(budget_bytes: int, device: Device) -> int:
-    """The largest peak that fits into a budget together with context and margin."""
-    low, high = 0, max(budget_bytes - device.context_bytes, 0)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if middle + device.context_bytes + margin_bytes(middle, device.name) <= budget_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    return low

@@ -1,9 +1,10 @@
-"""What a plan may choose from on a device: precisions and micro-batch sizes, with reasons.
+"""What a plan may choose from on a device: precisions, with reasons, memory and micro-batch sizes.
 
-Entry points: ``precisions`` and ``micro_batch_sizes``. What may be recomputed is ``units``'; what is taken is
-``search``'s.
+Entry points: ``precisions``, ``allowed_bytes`` and ``micro_batch_sizes``. What may be recomputed is ``units``'; what is
+taken is ``search``'s.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 from snugfit.errors import PlanError
 from snugfit.hardware import Device
+from snugfit.memory.reports import margin_bytes
 from snugfit.planning import cost
 from snugfit.plans import Segment
 from snugfit.training import precision
@@ -76,12 +78,33 @@ def short(precision: str) -> str:
     return "fp32" if precision == "32-true" else precision
 
 
+def allowed_bytes(budget_bytes: int, device: Device) -> int:
+    """The largest peak that fits into a budget together with context and margin."""
+    low, high = 0, max(budget_bytes - device.context_bytes, 0)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if middle + device.context_bytes + margin_bytes(middle, device.name) <= budget_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def micro_batch_sizes(num_samples: int) -> tuple[int, ...]:
-    """Even cuts of a batch, the whole batch first: every number of micro-batches up to 16, then fewer and fewer."""
+    """Even cuts of a batch, the whole batch first: every number of micro-batches up to 16, then fewer and fewer.
+
+    Between those, one that leaves no smaller micro-batch at the end, if there is one: its blocks fit each other.
+
+    Example:
+        >>> micro_batch_sizes(4096)[16:25]
+        (205, 164, 128, 103, 82, 66, 64, 52, 42)
+    """
     steps = [*range(1, _EVERY_STEP + 1)]
     while steps[-1] < num_samples:
         steps.append(-(-steps[-1] * 5 // 4))
-    return tuple(sorted({-(-num_samples // count) for count in (*steps, num_samples)}, reverse=True))
+    gaps = itertools.pairwise(steps)
+    whole = (next((count for count in range(*gap) if num_samples % count == 0), 1) for gap in gaps)
+    return tuple(sorted({-(-num_samples // count) for count in (*steps, *whole, num_samples)}, reverse=True))
 
 
 def few_of(sizes: tuple[int, ...]) -> tuple[int, ...]:

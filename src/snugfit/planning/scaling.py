@@ -155,14 +155,17 @@ def _moved(work: Work, slopes: _Slopes, distance: int) -> Work:
 
 
 def micro_steps(recording: Recording) -> tuple[tuple[int, int], ...]:
-    """Events of each micro-step: from its move to the device to the end of its backward."""
+    """Events of each micro-step: from its move to the device to the end of its backward, all that it makes included."""
     starts = [position for position, name in recording.marks if name == "micro-batch"]
     steps = []
     for start in starts:
         later = [p for p, name in recording.marks if p > start and name in ("micro-batch", "backward end", "step end")]
         border = min(later, default=len(recording.events))
         backward = (p for p, item in recording.work if start < p <= border and item.phase == "backward")
-        steps.append((start, max(backward, default=border)))
+        end = max(backward, default=border)
+        made = ((p, event) for p, event in enumerate(recording.events[end:border], start=end + 1) if event > 0)
+        within = (p for p, event in made if recording.births[event - 1].phase == "backward")  # of its last operation
+        steps.append((start, max(within, default=end)))
     return tuple(steps)
 
 
