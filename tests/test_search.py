@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import snugfit
-from snugfit import hardware
+from snugfit import hardware, sizes
 from snugfit.memory import tracing
 from snugfit.planning import errands, joint, links, options
 from snugfit.planning.chain import NOTHING
@@ -308,6 +308,16 @@ def test_of_a_batch_of_which_little_fits_no_plan_by_hand_is_faster():
     needed = snugfit.estimate(deep, by_hand, card()).needed_bytes
     found = snugfit.plan(deep, card(), 65536, needed)
     assert found.step_time_s <= 1.03 * traced_plan(deep, by_hand, card(), needed).step_time_s
+    assert found.plan.precision == "32-true"
+    missed = min(rung.memory.needed_bytes for rung in found.ladder if rung.plan.precision == "bf16-mixed")
+    (said,) = [note for note in found.notes if note.startswith("bf16-mixed would take 0.")]
+    assert f"{sizes.text(missed)} of {sizes.text(needed)} or more" in said
+
+
+def test_a_faster_precision_that_is_taken_is_no_note():
+    report = snugfit.plan(job(), card(), 40_000, "3GiB")
+    assert report.plan.precision == "bf16-mixed"
+    assert not [note for note in report.notes if "would take" in note]
 
 
 def test_units_are_measured_at_sizes_near_those_that_may_fit():
