@@ -35,8 +35,9 @@ def test_rates_are_the_same_after_a_trip_through_json():
     assert Rates.from_json(HERE.to_json()) == HERE
 
 
-def test_rates_are_the_same_after_a_trip_through_a_file(tmp_path):
-    (tmp_path / "rates.json").write_text(HERE.to_json())
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_rates_are_the_same_after_a_trip_through_a_file(tmp_path, encoding):
+    (tmp_path / "rates.json").write_text(HERE.to_json(), encoding=encoding)
     assert Rates.load(tmp_path / "rates.json") == HERE
 
 

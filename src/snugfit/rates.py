@@ -130,7 +130,7 @@ class Rates:
             PlanError: The file cannot be read or holds no rates (the message names the file).
         """
         try:
-            document = Path(path).read_text(encoding="utf-8-sig")
+            document = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
         except (OSError, TypeError, ValueError) as error:  # no file, no path, no text
             raise _wrong(f"the file {str(path)!r}", str(error), "a text file") from error
         try:
