@@ -13,7 +13,7 @@ class Operations(TorchDispatchMode):
         self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if not torch_private.is_device_query(func):
+        if func is not torch_private.DEVICE_QUERY:
             self.names.append(func.__name__.split(".")[0])
         return func(*args, **(kwargs or {}))
 

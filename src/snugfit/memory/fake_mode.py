@@ -4,18 +4,19 @@ Entry points: ``FakeMode``, ``Fake``, ``FAKE_ERRORS``; other files take them fro
 belongs: what it uses of torch's is not public. Recording is ``recording``'s.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
+    CONSTANT_NUMEL_LIMIT,
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
-    in_kernel_invocation_manager,
 )
 
 from snugfit.memory.steps import refusals
@@ -36,7 +37,24 @@ _PRODUCTS = tuple(
     getattr(torch.ops.aten, name).default
     for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "convolution")
 )
+_LIFT = torch.ops.aten.lift_fresh.default
+_SIMPLE = frozenset([int, float, bool, str, torch.dtype, torch.device, torch.memory_format])
 _UNMARKED_VIEWS = ("_unsafe_view", "_reshape_alias")
+
+
+@dataclass(slots=True)
+class Recipe:
+    """What is known of an operation on inputs of given shapes and types, and numbers."""
+
+    container: type | None
+    "Of several results."
+    parts: list[tuple[Any, ...] | None]
+    "Shape, strides and dtype of each result; None where the operation has none there."
+    remembered: dict[Any, Any] = field(default_factory=dict)
+    "Whatever else depends on no more than that."
+
+
+_UNKNOWN = Recipe(None, [])
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -50,8 +68,10 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._kinds: dict[Any, str] = {}
-        self._known: dict[tuple[Any, ...], tuple[Any, ...] | None] = {}
+        self._known: dict[tuple[Any, ...], Recipe | None] = {}
         self._attributes: dict[str, Any] | None = None
+        self.recipe: Recipe | None = None
+        "Of the operation that was run last; None where its results depend on more than shapes, types and numbers."
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -64,33 +84,52 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def run(self, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one operation on fake tensors."""
+        self.recipe = None
         kind = self._kinds.get(op) or self._kinds.setdefault(op, _kind(op))
+        if kind == "lift" and not kwargs and _may_be_lifted(args[0]):
+            return self._lifted(args[0])
         described: list[Any] = [op]
-        if kind == "other" or not _describe(args, described) or not _describe(tuple(kwargs.values()), described):
+        if kind in ("other", "lift") or not (_describe(args, described) and _describe(kwargs.values(), described)):
             return super().__torch_dispatch__(op, types, args, kwargs)
         if kind == "view":
-            with in_kernel_invocation_manager(self):
-                result = op(*args, **kwargs)
+            result = self._on_meta(op, args, kwargs)
             return self._fake(result) if isinstance(result, torch.Tensor) else [self._fake(part) for part in result]
         described.extend(kwargs)
         key = tuple(described)
-        if key not in self._known:
+        recipe = self._known.get(key, _UNKNOWN)
+        if recipe is _UNKNOWN:
             if op in _PRODUCTS:  # asked once per shapes and types
                 self._refuse_two_types(op, args)
             result = super().__torch_dispatch__(op, types, args, kwargs)
-            self._known[key] = _recipe(result, args)
+            self.recipe = self._known[key] = _recipe(result, args)
             return result
-        recipe = self._known[key]
         if recipe is None:
             return super().__torch_dispatch__(op, types, args, kwargs)
-        container, parts = recipe
-        with in_kernel_invocation_manager(self):
+        self.recipe = recipe
+        with torch._C._DisableTorchDispatch():
             made = [
                 None if part is None else torch.empty_strided(part[0], part[1], dtype=part[2], device=_META)
-                for part in parts
+                for part in recipe.parts
             ]
         fakes = [None if part is None else self._fake(part) for part in made]
-        return fakes[0] if container is None else container(fakes)
+        return fakes[0] if recipe.container is None else recipe.container(fakes)
+
+    def _on_meta(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """An operation by the meta kernel: ``in_kernel_invocation_manager`` of torch, without a generator."""
+        with torch._C._DisableTorchDispatch():
+            self.in_kernel_invocation = True
+            with torch._C._PreserveDispatchKeyGuard():
+                torch._C._set_meta_in_tls_dispatch_include(True)
+                try:
+                    return op(*args, **kwargs)
+                finally:
+                    self.in_kernel_invocation = False
+
+    def _lifted(self, real: torch.Tensor) -> FakeTensor:
+        """What ``torch.tensor`` gives."""
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=_META)
+        return self._fake(meta)
 
     @property
     def module(self) -> str:
@@ -118,7 +157,9 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def _kind(op: Any) -> str:
-    """``view``, ``new`` (a function of shapes whose results share no storage with inputs), or ``other``."""
+    """``view``, ``new`` (a function of shapes whose results share no storage with inputs), ``lift``, or ``other``."""
+    if op is _LIFT:
+        return "lift"
     schema = op._schema
     name = schema.name.partition("::")[2]
     tags = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
@@ -129,22 +170,34 @@ def _kind(op: Any) -> str:
     return "new"
 
 
-def _describe(values: Sequence[Any], described: list[Any]) -> bool:
+def _may_be_lifted(value: Any) -> bool:
+    """Whether an argument is a plain tensor that fills its storage, and no number whose value torch remembers."""
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device != _CPU:
+        return False
+    plain = not (value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg())
+    fills = value.is_contiguous() and value.nbytes == value.untyped_storage().nbytes()
+    return plain and fills and value.numel() > CONSTANT_NUMEL_LIMIT
+
+
+def _describe(values: Iterable[Any], described: list[Any]) -> bool:
     """Append what the result of an operation depends on; False where that is more than shapes, types and numbers."""
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
-            if value.constant is not None or value.layout is not torch.strided or value.is_complex():
+            dtype, device = value.dtype, value.fake_device
+            if value.constant is not None or value.layout is not torch.strided or dtype.is_complex:
                 return False
-            if value.fake_device != _CPU:
+            if device is not _CPU and device != _CPU:
                 return False
-            described += (value.shape, value.stride(), value.dtype)
+            described += (value.shape, value.stride(), dtype)
+        elif value is None:
+            described.append(None)
+        elif kind in _SIMPLE:
+            described += (kind, value)
         elif kind is list or kind is tuple:
             described.append(len(value))
             if not _describe(value, described):
                 return False
-        elif value is None or kind in (int, float, bool, str, torch.dtype, torch.device, torch.memory_format):
-            described += (kind, value)
         elif kind is torch.layout:
             described.append(value)
         else:
@@ -152,14 +205,14 @@ def _describe(values: Sequence[Any], described: list[Any]) -> bool:
     return True
 
 
-def _recipe(result: Any, args: Sequence[Any]) -> tuple[Any, ...] | None:
-    """How to make a result again: its container, and shape, strides and dtype of each part; None if it cannot be."""
+def _recipe(result: Any, args: Sequence[Any]) -> Recipe | None:
+    """How to make a result again; None if it cannot be."""
     single = isinstance(result, torch.Tensor)
     parts = [result] if single else list(result) if type(result) in (tuple, list) else None
     if parts is None:
         return None
     storages = {tensor.untyped_storage()._cdata for tensor in _fakes(args)}
-    described: list[Any] = []
+    described: list[tuple[Any, ...] | None] = []
     for part in parts:
         if part is None:
             described.append(None)
@@ -173,7 +226,7 @@ def _recipe(result: Any, args: Sequence[Any]) -> tuple[Any, ...] | None:
         if storage._cdata in storages or storage.nbytes() != again.untyped_storage().nbytes():
             return None
         storages.add(storage._cdata)
-    return None if single else type(result), described
+    return Recipe(None if single else type(result), described)
 
 
 def _fakes(values: Sequence[Any]) -> Iterator[FakeTensor]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import optimizer as optimizer_hooks
 
 from snugfit.memory import bias_sums, gradient_sums, storage_phases, torch_private
-from snugfit.memory.events import Birth, Call, Recording, has_dimensions, tensors_of, work_of
+from snugfit.memory.events import Birth, Call, Recording, has_dimensions, tensors_of
 from snugfit.memory.host_side import HostSide
 from snugfit.memory.known_values import value_sized
 from snugfit.memory.known_values.values import Values
@@ -36,7 +36,7 @@ from snugfit.memory.storages import dense_parts, has_plain, is_plain, parts_of
 from snugfit.training import splitting
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
-_PLAIN = (Tensor, nn.Parameter, torch_private.Fake)
+_PLAIN = frozenset([Tensor, nn.Parameter, torch_private.Fake])
 _HOST = -1
 "Stands for a storage that is not on the traced device."
 
@@ -199,7 +199,7 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
 
     def allocate(self, num_bytes: int, category: str, op: str) -> int:
         """Record memory that no tensor holds, such as a library's workspace; the result is for ``release``."""
-        return self._birth(num_bytes, category, op)
+        return self._add(Birth(num_bytes, category, self.phase, self.module, op, self.window))
 
     def release(self, allocation: int) -> None:
         """Record the end of what ``allocate`` made."""
@@ -209,11 +209,11 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one operation on fake tensors and record what it made."""
-        if torch_private.is_device_query(func):
+        if func is torch_private.DEVICE_QUERY:  # two of three calls
             return _META if self.in_kernel_invocation else _CPU
         if self._depth:
             return super().__torch_dispatch__(func, types, args, kwargs or {})
-        if any(kind not in _PLAIN for kind in types):
+        if not _PLAIN.issuperset(types):
             return NotImplemented  # a subclass made of other tensors: its own code comes first
         with torch_private.no_torch_function():  # what the recorder asks of tensors is no question of the step
             return self._dispatch(func, types, args, kwargs or {})
@@ -247,10 +247,12 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
     def _result(
         self, func: Any, before: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
+        self.recipe = None
+        in_backward = torch_private.in_backward()
         # It need not run: autograd's and the optimizers' in-place ones are a half of all.
-        if torch_private.only_writes(func) and self.phase in ("backward", "optimizer") and has_dimensions(args[0]):
+        if (in_backward or self._in_optimizer) and torch_private.only_writes(func) and has_dimensions(args[0]):
             return args[0] if func._schema.returns else None
-        if torch_private.in_backward() and gradient_sums.is_in_place(func, args, self.made_by):
+        if in_backward and gradient_sums.is_in_place(func, args, self.made_by):
             return args[0]
         if bias_sums.is_in_place(func, before, args, self.made_by):
             return args[0]
@@ -279,7 +281,10 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             key = real.untyped_storage()._cdata
             self.outside.meet(real, fake, lambda: self._live.pop(key, None))
             if fake.layout is torch.strided:
-                storage, index = fake.untyped_storage(), self._birth(real.untyped_storage().nbytes(), "input", "given")
+                storage, index = (
+                    fake.untyped_storage(),
+                    self.allocate(real.untyped_storage().nbytes(), "input", "given"),
+                )
                 self.recording.births[index].place = HOST
                 self._watch(storage, storage._cdata, index)
                 self._live[key] = index
@@ -302,8 +307,7 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         return splitting.map_tensors(self.faked, result)
 
     def _record(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
-        name = func.__name__
-        phase = self.phase
+        name, phase = func.__name__, self.phase
         if phase == "backward" and not self._backward_ran:
             self._begin_backward()
         elif phase == "forward" and self._backward_ran:
@@ -318,16 +322,15 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             if host and tensor.dim() == 0:
                 self._watch(storage, key, _HOST)
             else:
-                fresh = True
-                index = self._birth(storage.nbytes(), self._category(phase), name)
-                if place is None and self._host_scalars:  # the CPU is one place
-                    place = self.places.of_result(name, args, self.place_of, window=self.window, module=self.module)
-                self.recording.births[index].place = place or ""
-                if tensor is host_result(name, result):
-                    self.recording.births[index].place = HOST
-                self._watch(storage, key, index)
+                if not fresh:
+                    fresh, module = True, self.module
+                    if self._host_scalars:  # the CPU is one place
+                        place = self.places.of_result(name, args, self.place_of, window=self.window, module=module)
+                lies = HOST if tensor is host_result(name, result) else place or ""
+                birth = Birth(storage.nbytes(), self._category(phase), phase, module, name, self.window, lies)
+                self._watch(storage, key, self._add(birth))
         if fresh or not torch_private.is_view(func):
-            work = self._host_side.described(work_of(func, phase, args, kwargs, result), args, place)
+            work = self._host_side.work(self.recipe, (func, phase, args, kwargs, result), place)
             self.recording.work.append((len(self.recording.events), work))
         if self._on_op is not None:
             self._on_op(Call(name, phase, args, kwargs, result), self)
@@ -352,11 +355,10 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         live[key] = index
         watches[key] = weakref.ref(storage, died)
 
-    def _birth(self, num_bytes: int, category: str, op: str) -> int:
-        births = self.recording.births
-        births.append(Birth(num_bytes, category, self.phase, self.module, op, self.window))
-        self.recording.events.append(len(births))
-        return len(births) - 1
+    def _add(self, birth: Birth) -> int:
+        self.recording.births.append(birth)
+        self.recording.events.append(number := len(self.recording.births))
+        return number - 1
 
     def _category(self, phase: str) -> str:
         if self._in_move or phase == "build":

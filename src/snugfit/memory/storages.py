@@ -36,9 +36,12 @@ def dense_parts(result: Any) -> Iterator[Tensor]:
     """
     for tensor in tensors_of(result):
         if type(tensor) is torch_private.Fake and not torch_private.is_meta(tensor):
-            if tensor.layout not in (torch.strided, torch.sparse_coo):
+            if tensor.layout is torch.strided:
+                yield tensor
+            elif tensor.layout is torch.sparse_coo:
+                yield from parts_of(tensor)
+            else:
                 raise refusals.layout(str(tensor.layout))
-            yield from parts_of(tensor)
 
 
 def has_plain(args: Sequence[Any]) -> bool:

@@ -20,10 +20,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from snugfit.memory.fake_mode import FAKE_ERRORS as FAKE_ERRORS
 from snugfit.memory.fake_mode import Fake as Fake
 from snugfit.memory.fake_mode import FakeMode as FakeMode
+from snugfit.memory.fake_mode import Recipe as Recipe
 
 _CHANGES_STORAGE = ("resize_", "resize_as_", "set_")
 _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-_DEVICE_QUERY = torch.ops.prim.device.default
+DEVICE_QUERY: Any = torch.ops.prim.device.default
+"A dispatched call that only asks for a tensor's device."
+PARSE_TO: Any = torch._C._nn._parse_to
+"Reads the arguments of ``module.to``."
 PAD_PACKED_SEQUENCE: Any = torch._VF._pad_packed_sequence
 RECURRENT: dict[str, Any] = {name: getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -54,11 +58,6 @@ def only_writes(op: Any) -> bool:
     writes = schema.is_mutable and (not schema.returns or (alias is not None and alias.is_write))
     name = schema.name.partition("::")[2]
     return writes and name.endswith("_") and name not in _CHANGES_STORAGE and torch.Tag.inplace_view not in op.tags
-
-
-def is_device_query(op: Any) -> bool:
-    """Whether a dispatched call only asks for a tensor's device; two of three calls do."""
-    return op is _DEVICE_QUERY
 
 
 def in_backward() -> bool:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from snugfit.memory import torch_private
 
+_TO: Any = Tensor.to
+"As it is outside of traces, which look at it for names of devices."
+
 LOWER_PRECISION = frozenset(
     """_convolution _convolution.deprecated _scaled_dot_product_flash_attention addbmm addmm addmv addr baddbmm bmm
     chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input conv_transpose3d.input
@@ -59,10 +62,10 @@ class CastCache:
                 return value
             keeps = value.is_leaf and value.requires_grad and value.dtype == torch.float32 and not value._is_view()
             if not keeps or dtype == torch.float32 or not torch.is_autocast_cache_enabled():
-                return value.to(dtype)
+                return _TO(value, dtype)
             if id(value) not in self._casts:
                 # The weight is kept as well, so that its id cannot pass on to another tensor.
-                self._casts[id(value)] = (value, value.to(dtype))
+                self._casts[id(value)] = (value, _TO(value, dtype))
                 self._on_weight_cast(self._casts[id(value)][1])
             return self._casts[id(value)][1]
         if isinstance(value, (list, tuple)):
@@ -102,17 +105,21 @@ def kernel_for(name: str, casts: CastCache) -> Callable[..., Any]:
 
         return reduction
 
+    is_lower, promotes = name in LOWER_PRECISION, name in PROMOTE
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch_private.without_autocast():
-            if name in LOWER_PRECISION:
+            if is_lower:
                 dtype = torch.get_autocast_dtype("cpu")
-            elif name in PROMOTE:
+            elif promotes:
                 tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
                 float32 = any(tensor.dtype == torch.float32 for tensor in tensors)
                 dtype = torch.float32 if float32 else torch.get_autocast_dtype("cpu")
             else:
                 dtype = torch.float32
             args = casts.cast(args, dtype)
+            if not kwargs:
+                return operator(*args)
             return operator(*args, **{key: casts.cast(value, dtype) for key, value in kwargs.items()})
 
     return kernel

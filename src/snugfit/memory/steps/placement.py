@@ -4,7 +4,7 @@ Entry point: ``Placement``, a torch-function mode. A tensor on the card says so 
 that code branches as on CUDA. What ``.item()`` and its like return is ``reading``'s; where results are, ``places``'s.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MethodWrapperType
 from typing import Any
@@ -26,6 +26,9 @@ _CPU = torch.device("cpu")
 _MOVES_ELSEWHERE = {getattr(Tensor, name) for name in ("hpu", "ipu", "mtia", "xpu") if hasattr(Tensor, name)}
 _TO: Any = Tensor.to
 _CUDA: Any = Tensor.cuda
+_READING = frozenset([torch.device, torch_private.PARSE_TO])
+"Read arguments, move nothing."
+_MAY_NAME = (str, torch.device)
 
 _NAMED = ("cuda", "hpu", "mps", "mtia", "xla", "xpu")
 "Types of devices by which an argument that is a string is taken for a device."
@@ -58,10 +61,15 @@ class Placement(TorchFunctionMode):
                 Tensor.cpu: self._cpu,
             }
 
+    @property
+    def _is_off(self) -> bool:
+        """Whether torch took this mode off, though what runs is the step's own code."""
+        return self._outside > 0 and not self._rewrites and not self._recorder.is_running
+
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Active where torch took this mode off, because a function that went through it is running."""
-        if not self._outside or self._rewrites or self._recorder.is_running:
+        if not self._is_off:
             yield
             return
         outer, self._outside = self._outside, 0
@@ -103,11 +111,13 @@ class Placement(TorchFunctionMode):
             self._outside -= 1
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if func is torch.device or getattr(func, "__name__", "") == "_parse_to":  # reads arguments, moves nothing
+        if func in _READING:
             return func(*args, **kwargs)
         is_move = func is _TO
-        named = func is _CUDA or any(map(self._names, args)) or any(map(self._names, kwargs.values()))
-        named = named or _is_index(kwargs.get("device")) or (is_move and len(args) > 1 and _is_index(args[1]))
+        named = func is _CUDA or self._are_named(args)
+        if kwargs and not named:
+            named = self._are_named(kwargs.values()) or _is_index(kwargs.get("device"))
+        named = named or (is_move and len(args) > 1 and _is_index(args[1]))
         if func in _MOVES_ELSEWHERE:
             raise refusals.other_device(func.__name__)
         if named:
@@ -117,6 +127,13 @@ class Placement(TorchFunctionMode):
         if func in self._factories and self._is_card:
             return self._made(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _are_named(self, values: Iterable[object]) -> bool:
+        """Whether one of some arguments names the card."""
+        for value in values:
+            if isinstance(value, _MAY_NAME) and self._names(value):
+                return True
+        return False
 
     def _on_card(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not self._is_card:
@@ -202,6 +219,8 @@ class Placement(TorchFunctionMode):
         original = getattr(Tensor, name)
 
         def method(*args: Any, **kwargs: Any) -> Any:
+            if not self._is_off:
+                return original(*args, **kwargs)
             with self.entered():
                 return original(*args, **kwargs)
 

@@ -18,6 +18,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from snugfit.memory import torch_compiler
+
 COMPILED = "torchao's update is counted as compiled: one fp32 array of the parameter's size for each low-bit moment"
 
 
@@ -33,6 +35,7 @@ def rules(assume: Callable[[str], None]) -> Iterator[None]:
         yield
         return
 
+    @torch_compiler.taken_as_compiled
     def update(parameter: Tensor, gradient: Tensor, step: Tensor, *others: Any) -> None:
         assume(COMPILED)
         moments: list[Any] = [moment for moment in others[:3] if isinstance(moment, Tensor)]
