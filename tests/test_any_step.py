@@ -15,7 +15,7 @@ import snugfit
 from any_steps import FAMILIES
 from snugfit.memory import tracing
 from snugfit.memory.known_values import assumed_values
-from snugfit.memory.steps import compilation, cuda_functions
+from snugfit.memory.steps import compilation, cuda_functions, torchao_rules
 from snugfit.sizes import GIB
 
 CARD = "rtx-3090"
@@ -539,6 +539,27 @@ def test_eight_bit_optimizer_states_count_their_codes_scales_and_tables():
 
     state = 256 * 256 + 256 * 4 + 256 * 4  # a code per weight, a scale per 256 of them, the table of 256 values
     assert snugfit.trace(make_step, CARD).at("step end")["optimizer"] == 2 * 2 * (state + 1024)  # biases stay float32
+
+
+def test_the_update_of_eight_bit_states_is_compiled_code_once_and_small_moments_are_written_in_place():
+    optimizers = pytest.importorskip("torchao.optim", reason="the extra torchao is not installed")
+
+    def make_step(recorder):
+        model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).cuda()
+        optimizer = optimizers.AdamW8bit(model.parameters())
+
+        def step():
+            model(torch.zeros(8, 256, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    traced = tracing.record(make_step, snugfit.hardware.resolve(CARD))
+    update = [birth for birth in traced.recording.births if (birth.window, birth.phase) == (2, "optimizer")]
+    # For each of two moments of two weights an array in fp32 and its scales; for the biases nothing.
+    assert sorted(birth.num_bytes for birth in update) == 4 * [256 * 4] + 4 * [256 * 256 * 4]
+    assert traced.assumptions == (torchao_rules.COMPILED,)
 
 
 def test_quantised_weights_of_a_given_model_count_their_parts():

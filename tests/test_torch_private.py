@@ -35,6 +35,40 @@ def test_a_fake_tensor_made_from_the_template_is_as_torch_makes_it():
         ours.data_ptr()
 
 
+def test_a_result_made_again_is_as_torch_makes_it_and_remembers_what_is_known_of_it():
+    mode = torch_private.FakeMode()
+    with mode:
+        left, right = torch.empty(3, 4), torch.empty(4, 5).t().contiguous().t()
+    found = []
+    for _ in range(2):
+        result = mode.run(torch.ops.aten.mm.default, (torch_private.Fake,), (left, right), {})
+        found.append((result.shape, result.stride(), result.dtype, result.device, vars(result)))
+        recipe = mode.recipe
+        recipe.remembered["seen"] = recipe.remembered.get("seen", 0) + 1
+    assert found[0] == found[1]
+    assert recipe.remembered == {"seen": 2}
+    view = mode.run(torch.ops.aten.t.default, (torch_private.Fake,), (left,), {})
+    assert (view.shape, view.stride(), mode.recipe) == ((4, 3), (1, 4), None)
+    assert view.untyped_storage()._cdata == left.untyped_storage()._cdata
+
+
+@pytest.mark.parametrize("values", [[0.5], [[1, 2], [3, 4]], list(range(256)), [True, False], []])
+def test_tensors_of_python_numbers_are_lifted_as_torch_lifts_them(values):
+    found = []
+    for mode in (torch_private.FakeMode(), FakeTensorMode(allow_non_fake_inputs=True)):
+        real = torch.tensor(values)
+        lift = torch.ops.aten.lift_fresh.default
+        fake = mode.run(lift, (), (real,), {}) if mode.__class__ is torch_private.FakeMode else by_torch(mode, real)
+        known = None if fake.constant is None else fake.constant.tolist()
+        found.append((fake.shape, fake.stride(), fake.dtype, fake.device, fake.untyped_storage().nbytes(), known))
+    assert found[0] == found[1]
+
+
+def by_torch(mode, real):
+    with mode:
+        return torch.ops.aten.lift_fresh.default(real)
+
+
 @contextlib.contextmanager
 def _warnings_each_time():
     """torch gives this warning once in a process: another test may have had it."""
