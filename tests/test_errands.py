@@ -2,6 +2,7 @@ import os
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,6 +100,48 @@ def test_work_that_would_end_copies_is_done_in_one_and_not_in_another_copy_of_th
 def test_work_is_done_here_where_a_backward_ends_no_copies(copied, monkeypatch):
     monkeypatch.setattr(errands, "_ends_with_backward", lambda: False)
     assert errands.apart(os.getpid) == os.getpid()
+
+
+@pytest.fixture
+def collections(monkeypatch):
+    """What the cycle collector was asked for since, by process."""
+    asked = []
+    monkeypatch.setattr(errands, "gc", SimpleNamespace(collect=lambda: asked.append(os.getpid())))
+    monkeypatch.setattr(errands, "_has_traced", [False])
+    monkeypatch.setattr(errands, "_ends_with_backward", lambda: False)
+    return asked
+
+
+def test_what_a_trace_leaves_is_collected_before_the_next_one(collections):
+    errands.apart(lambda: None)
+    assert collections == []
+    errands.apart(lambda: None)
+    assert collections == [os.getpid()]
+
+
+def test_what_a_trace_leaves_is_collected_before_a_copy_that_has_nothing_to_collect(copied, collections):
+    errands.apart(lambda: None)
+    asked_there = errands.errand(lambda: (errands.apart(lambda: None), list(collections))[1]).result()
+    assert asked_there == collections == [os.getpid()]
+    assert errands.errand(lambda: None).result() is None
+    assert collections == [os.getpid()]  # what the copy has traced is not here
+
+
+def test_a_copy_collects_what_it_left_itself(copied, collections):
+    def traced_twice():
+        errands.apart(lambda: None)
+        errands.apart(lambda: None)
+        return len(collections)
+
+    assert errands.errand(traced_twice).result() == 1
+    assert collections == []
+
+
+def test_what_a_trace_leaves_that_failed_is_collected_as_well(collections):
+    with pytest.raises(ZeroDivisionError):
+        errands.apart(lambda: 1 / 0)
+    errands.apart(lambda: None)
+    assert collections == [os.getpid()]
 
 
 def test_a_copy_of_a_build_for_cuda_is_not_copied_again(monkeypatch):

@@ -11,7 +11,7 @@ from torch import nn
 import snugfit
 from snugfit import hardware, rates
 from snugfit.memory import tracing
-from snugfit.planning import cost, held_up, probing, units
+from snugfit.planning import cost, errands, held_up, probing, scaling, units
 from snugfit.planning.assumed_rates import assumed
 from snugfit.planning.chain import NOTHING, Span
 from snugfit.planning.families import Family, _option, update
@@ -19,6 +19,7 @@ from snugfit.planning.kept_results import keeping_products, kept_in_runs
 from snugfit.planning.scaling import ScaledTrace, micro_steps
 from snugfit.planning.traced_plans import traced_plan
 from snugfit.planning.unit_runs import kept_by_policy, run_prices
+from snugfit.planning.variants import Heads
 
 WIDTH, TOKENS = 64, 32
 
@@ -178,6 +179,50 @@ def test_where_it_is_known_what_units_compute_two_traces_tell_of_all_of_them_as_
     assert len(told.traces) == 2
     assert all({NOTHING, units.FULL} <= set(told.places[name]) for name in names)
     assert len(untold.traces) == 3
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_probe_sees_whether_the_loss_may_be_computed_in_chunks(is_cut):
+    def loss(model, x):
+        hidden = model(x)
+        labels = torch.zeros(hidden.shape[:-1], dtype=torch.long, device=hidden.device)
+        if is_cut:
+            return snugfit.chunked_cross_entropy(hidden, model.head.weight, labels, chunks=None)
+        return F.cross_entropy(model.head(hidden).flatten(0, -2), labels.flatten())
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)
+
+        def forward(self, x):
+            return self.body(x)
+
+    job = snugfit.Job(
+        Model,
+        loss,
+        lambda model: torch.optim.SGD(model.parameters()),
+        lambda n: torch.zeros(n, TOKENS, WIDTH),
+    )
+    device = hardware.resolve("rtx-3060-12gb")
+    assert family_of(job, device, "32-true").probe.cuts_loss is is_cut
+    plan = snugfit.Plan(batch_size=64, micro_batch_size=8, precision="32-true", loss_chunks=4)
+    assert (Heads(job, device, (), (8, 4)).of(plan) is not None) is is_cut
+
+
+@pytest.mark.parametrize(("windows", "is_updated"), [(((0,),), False), (((0,), (0,)), True)])
+def test_a_lone_window_is_traced_without_its_update(monkeypatch, windows, is_updated):
+    seen = []
+
+    def record(job, plan, device, windows, with_update):
+        seen.append((plan.micro_batch_size, windows, with_update))
+        return tracing.record_job(job, plan, device, windows)
+
+    monkeypatch.setattr(scaling, "record_job", record)
+    monkeypatch.setattr(errands, "_is_possible", lambda: False)
+    plan = snugfit.Plan(batch_size=64, micro_batch_size=8, precision="32-true")
+    ScaledTrace.record(decoder_job(), plan, hardware.resolve("rtx-3060-12gb"), (8, 4), windows)
+    assert seen == [(8, windows, is_updated), (4, ((0,),), False)]
 
 
 def alive_in_last_micro_batch(trace, *, rounded):

@@ -11,6 +11,7 @@ from chains import even_chain, every_plan, least_budget, least_time, outcomes, p
 from snugfit import PlanError
 from snugfit.planning import solver
 from snugfit.planning.chain import NOTHING, Option, Span, Unit
+from snugfit.planning.unit_runs import kept_by_policy, policies_of, run_prices
 
 CHAINS = st.builds(
     random_chain,
@@ -144,3 +145,16 @@ def test_a_chain_without_units_is_refused():
 def test_times_that_do_not_fit_into_exact_integers_are_refused():
     with pytest.raises(PlanError, match="cannot be planned"):
         solver.frontier([unit(option(NOTHING, 1, 0), option("slow", 0, 2**62))])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prices_of_runs_up_to_a_limit_are_the_first_of_all_and_leave_out_none_within_it(seed):
+    units = random_chain(seed, units=8, borders=1.0)
+    for first in range(len(units)):
+        for policy in policies_of(units[first]):
+            kept = kept_by_policy(units, policy)
+            every = list(run_prices(units, first, kept))
+            for limit in {price.need_bytes + more for price in every for more in (-1, 0)}:
+                found = list(run_prices(units, first, kept, limit))
+                assert found == every[: len(found)]
+                assert all(price.need_bytes > limit for price in every[len(found) :])

@@ -7,6 +7,7 @@ of each plan. The status is 1 where a target is missed.
 """
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -26,6 +27,8 @@ PLANS = ROOT / "examples" / "plans"
 PAGE = ROOT / "benchmarks" / "results" / "planning_scenarios.md"
 LIMIT_BYTES = 1 << 30
 LONGEST_S = 1200
+LIBRARIES = {"8bit-optimizer": "torchao.optim", "lora": "peft"}
+"What a change of the job imports."
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,9 @@ def make(scenario: Scenario, pages: str = "") -> dict[str, Any]:
     import transformers  # noqa: F401
 
     import snugfit
+
+    for name in scenario.allow:
+        importlib.import_module(LIBRARIES[name])
     from snugfit.targets import load_target
 
     warnings.simplefilter("ignore")

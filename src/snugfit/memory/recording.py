@@ -132,7 +132,7 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
     def end_window(self) -> None:
         """The window is over, its update done."""
         for root in self._modules.roots:  # gradients that no optimizer has seen
-            self._categorise_gradients(root.parameters())
+            self.categorise_gradients(root.parameters())
         self.mark("step end")
 
     def categorise(self, tensors: Sequence[Tensor], category: str, module: str | None = None) -> None:
@@ -316,8 +316,7 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         host = self._host_scalars and name == "lift_fresh.default"
         for tensor in dense_parts(result):
             storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key in self._live:
+            if (key := storage._cdata) in self._live:
                 continue
             if host and tensor.dim() == 0:
                 self._watch(storage, key, _HOST)
@@ -381,9 +380,10 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for parameter in parameters:
             self.categorise([parameter], "parameter", self._owners.of(parameter))
-        self._categorise_gradients(parameters)
+        self.categorise_gradients(parameters)
 
-    def _categorise_gradients(self, parameters: Iterable[Tensor]) -> None:
+    def categorise_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Say that what parameters hold as their gradients are such."""
         for parameter in parameters:
             if parameter.grad is not None:
                 self.categorise([parameter.grad], "gradient", self._owners.of(parameter))

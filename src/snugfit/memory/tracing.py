@@ -39,6 +39,7 @@ from snugfit.memory.steps import (
     leftovers,
     library_rules,
     loaders,
+    on_target,
     opaque,
     places,
     pretrained_weights,
@@ -54,10 +55,9 @@ from snugfit.training import (
     admission,
     build,
     checkpointing,
+    closures,
     example,
     nonfinite,
-    offloading,
-    precision,
     random_states,
     splitting,
     updates,
@@ -138,7 +138,14 @@ def estimate(job: Job, plan: Plan, device: str | hardware.Device = "auto") -> Me
 
 
 @surroundings.default_modes()
-def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[Sequence[int]] | None = None) -> Trace:
+def record_job(
+    job: Job,
+    plan: Plan,
+    device: hardware.Device,
+    windows: Sequence[Sequence[int]] | None = None,
+    *,
+    with_update: bool = True,
+) -> Trace:
     """Record the step that ``build(job, plan)`` makes.
 
     Args:
@@ -147,6 +154,7 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
         device: What it is traced for.
         windows: For each window the indices of the micro-batches that it runs. By default two windows of two full
             ones and the tail: later full ones repeat the second. Where what they leave alive adds up, all of them.
+        with_update: False leaves the optimizers' steps out: for traces of which only micro-steps are looked at.
     """
     surroundings.refuse_nested()
     admission.check_job(job)
@@ -186,7 +194,12 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
         for optimizer in engine.optimizers:
             recorder.adopt_masters(updates.of(optimizer).pairs())
         fakes = [splitting.map_tensors(recorder.faked, micro_batch) for micro_batch in micro_batches]
-        engine.runner.hooks = replace(engine.runner.hooks, decide=lambda found_inf, count: None, move=move)
+        steps_anyway = with_update or any(map(closures.needed, engine.optimizers))  # of which micro-steps are a part
+
+        def decide(found_inf: Tensor | None, _: object) -> str | None:
+            return None if steps_anyway or found_inf is None else _ended(recorder, engine.optimizers)
+
+        engine.runner.hooks = replace(engine.runner.hooks, decide=decide, move=move)
 
         def step() -> object:
             shown = next(steps)
@@ -207,6 +220,18 @@ def record_job(job: Job, plan: Plan, device: hardware.Device, windows: Sequence[
     missing = plan.accumulation_steps - len(shown)
     everyone = [*shown[:2], *[1] * missing, *shown[2:]] if traced_samples < share else range(len(micro_batches))
     return _with_leftovers(trace, missing, lambda: record_job(job, plan, device, [everyone] * _WINDOWS), len(everyone))
+
+
+def _ended(recorder: Recorder, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Write down that the backward of a window is over, as where an optimizer steps; gives why none does."""
+    recorder.mark("backward end")
+    for update in map(updates.of, optimizers):
+        recorder.categorise_gradients(
+            parameter
+            for parameter in update.parameters
+            if update.is_attached or parameter.grad is None or parameter.grad.dtype == parameter.dtype  # else a sum
+        )
+    return "not asked for"
 
 
 def _with_leftovers(trace: Trace, missing: int, record_all: Callable[[], Trace], number: int) -> Trace:
@@ -252,7 +277,7 @@ def record(
             stack.enter_context(cpu_random_states.recorded(recorder))
         # An engine that make_step builds must not read whether a gradient is finite.
         stack.enter_context(mock.patch.object(nonfinite, "decider", return_value=lambda found_inf, count: None))
-        stack.enter_context(_precision_of(device))
+        stack.enter_context(on_target.precision_of(device))
         stack.enter_context(_initialisers_off())
         placement = Placement(recorder, is_card=cuda)
         stack.enter_context(torch_private.modules_converted_in_place(placement.keep))
@@ -270,7 +295,7 @@ def record(
         functions = cuda_functions.answered_for(device, recorder, assume) if cuda else cuda_functions.absent()
         stack.enter_context(functions)
         if cuda:
-            stack.enter_context(_offloading_from(recorder))
+            stack.enter_context(on_target.offloading_from(recorder))
         stack.enter_context(placement.answering_devices())
         stack.enter_context(torch_private.subclasses_on_host())
         stack.enter_context(placement)
@@ -329,35 +354,6 @@ def skeleton(job: Job) -> nn.Module:
 
 
 @contextmanager
-def _precision_of(device: hardware.Device) -> Iterator[None]:
-    """Let ``precision="auto"`` be that of the traced device, wherever the tensors lie."""
-    resolve = precision.resolve
-    with mock.patch.object(precision, "resolve", lambda name, _: resolve(name, device)):
-        # And what is said of devices that are present is not remembered: it is said of the target.
-        with mock.patch.object(precision, "is_present", lambda kind: kind in ("cpu", device.kind)):
-            yield
-
-
-@contextmanager
-def _offloading_from(recorder: Recorder) -> Iterator[None]:
-    """Let offloaded tensors leave the traced device, though all are fake CPU tensors."""
-
-    def to_host(tensor: Tensor) -> tuple[Tensor, None]:
-        with recorder.places.naming(places.HOST):
-            return tensor.clone(), None
-
-    def to_device(tensor: Tensor, *_: Any) -> Tensor:
-        with recorder.on_device():
-            return tensor.clone()
-
-    def is_on_host(tensor: Tensor) -> bool:
-        return recorder.place_of(tensor) == places.HOST
-
-    with mock.patch.multiple(offloading, to_host=to_host, to_device=to_device, is_on_host=is_on_host):
-        yield
-
-
-@contextmanager
 def _initialisers_off() -> Iterator[None]:
     """Build modules without initialising weights, which hold no data (and some initialisers read values)."""
 
@@ -371,19 +367,26 @@ def _initialisers_off() -> Iterator[None]:
         yield
 
 
+_is_collector_off = [False]
+
+
 @contextmanager
 def collector_off() -> Iterator[None]:
     """Keep Python's cycle collector out, so that a trace does not depend on when it runs.
 
     What was there before is set aside meanwhile, so that collecting what traces left is quick.
     """
+    if _is_collector_off[0]:  # to ask how much is set aside takes long
+        return (yield)
     was_enabled, frozen_before = gc.isenabled(), gc.get_freeze_count()
     gc.disable()
     if not frozen_before:
         gc.freeze()
+    _is_collector_off[0] = True
     try:
         yield
     finally:
+        _is_collector_off[0] = False
         if not frozen_before:
             gc.unfreeze()
         if was_enabled:

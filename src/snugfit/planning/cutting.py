@@ -173,16 +173,15 @@ def _backward_spans(
     ]
 
 
-def measure(recording: Recording, elements: Sequence[Element], sizes: Sizes, work_ns: Sizes) -> tuple[Measures, ...]:
+def measure(events: Sizes, elements: Sequence[Element], sizes: Sizes, work_ns: Sizes) -> tuple[Measures, ...]:
     """Measure the elements of a micro-step.
 
     Args:
-        recording: Where they are.
+        events: Of the recording where they are.
         elements: What ``cut`` gave.
-        sizes: Bytes of each birth of the recording.
+        sizes: Bytes of each of its births.
         work_ns: Time of each piece of its work.
     """
-    events = np.asarray(recording.events, dtype=np.int64)
     index = np.abs(events) - 1
     alive = np.concatenate(([0], np.cumsum(np.sign(events) * sizes[index])))
     death = np.full(len(sizes), len(events) + 1, dtype=np.int64)

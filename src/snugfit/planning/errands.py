@@ -8,10 +8,15 @@ NOTE [Autograd in copies]
 With its first backward, the engine of a CUDA build of torch starts a thread for each kind of device, also where there
 is no card. A copy of such a process can run no backward any more. So the traces of a search are all made ``apart``, in
 copies of a process that runs none; one that ran a backward before makes them itself, one after the other.
+
+NOTE [What traces leave]
+The tensors and modules of a trace hold each other, and nobody collects them while a search runs. The process that made
+the trace does so, once: before it makes another one, or a copy, which would have them as well.
 """
 
 import ctypes
 import fcntl
+import gc
 import os
 import pickle
 import select
@@ -43,12 +48,12 @@ def errand(work: Callable[[], Result]) -> "Errand[Result]":
 
 
 def apart(work: Callable[[], Result]) -> Result:
-    """The result of some work that runs backward, and takes nothing from those after it: see the NOTE.
+    """The result of some work that traces, and so runs backward, and takes nothing from those after it: see the NOTEs.
 
     Args:
         work: As for ``errand``.
     """
-    return errand(work).result() if _ends_with_backward() else work()
+    return errand(work).result() if _ends_with_backward() else _traced(work)
 
 
 class Errand(Generic[Result]):
@@ -60,7 +65,7 @@ class Errand(Generic[Result]):
     def result(self) -> Result:
         """Wait for the result; made here where there is none. Errors of the work are raised here."""
         if self._child is None or self._pipe is None:
-            return self._work()
+            return _traced(self._work)
         pipe, self._pipe = self._pipe, None  # whose end _read closes
         try:
             document = _read(pipe)
@@ -69,7 +74,7 @@ class Errand(Generic[Result]):
         try:
             result: Result = pickle.loads(document)  # of our own copy
         except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError):
-            return self._work()
+            return _traced(self._work)
         return result
 
     def give_up(self) -> None:
@@ -102,9 +107,28 @@ def _is_spent() -> bool:
 
 _is_copy = [False]
 "Of this process."
+_has_traced = [False]
+"Whether this process has made a trace since it last collected what they leave."
+
+
+def _traced(work: Callable[[], Result]) -> Result:
+    """Do some work that traces, in this process."""
+    _collect()
+    try:
+        return work()
+    finally:
+        _has_traced[0] = True
+
+
+def _collect() -> None:
+    """Collect what traces of this process have left; see the NOTE."""
+    if _has_traced[0]:
+        _has_traced[0] = False
+        gc.collect()
 
 
 def _fork(work: Callable[[], Any]) -> tuple[int, int]:
+    _collect()
     reading, writing = os.pipe()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # closed, or none at all

@@ -15,6 +15,7 @@ from snugfit.memory.steps import leftovers
 from snugfit.planning import cost, held_up, units
 from snugfit.planning.chain import NOTHING, Option, Span, Unit
 from snugfit.planning.cutting import Element, Measures, measure
+from snugfit.planning.held_up import Spent
 from snugfit.planning.kept_results import keeping_products, kept_in_runs
 from snugfit.planning.probing import Probe
 from snugfit.planning.scaling import ScaledTrace
@@ -93,6 +94,7 @@ class Family:
         self._measured: dict[tuple[int, int, bool], dict[str, Measures]] = {}
         self._chains: dict[tuple[int, int], Chain] = {}
         self._steps: dict[int, int] = {}
+        self._last_spent: tuple[int, Spent] | None = None
 
     def chain(self, micro_batch_size: int, num_micro_batches: int) -> Chain:
         """The chain of a window of that many micro-batches of that size, while it runs the last of them."""
@@ -117,9 +119,14 @@ class Family:
 
     def _step_ns(self, micro_batch_size: int) -> int:
         if micro_batch_size not in self._steps:
-            spent = held_up.spent(self._base, micro_batch_size, self._elements(0, first=False))
-            self._steps[micro_batch_size] = spent.of_step(self._base)
+            self._steps[micro_batch_size] = self._spent(micro_batch_size).of_step(self._base)
         return self._steps[micro_batch_size]
+
+    def _spent(self, size: int) -> Spent:
+        """What the work of the first trace takes; that of one size is asked for several times on end."""
+        if self._last_spent is None or self._last_spent[0] != size:
+            self._last_spent = size, held_up.spent(self._base, size, self._elements(0, first=False))
+        return self._last_spent[1]
 
     def segments(self, chain: Chain, choices: Sequence[Span]) -> tuple[Segment, ...]:
         """The segments of a plan in which the units of a chain run in this way."""
@@ -142,7 +149,7 @@ class Family:
         first = number == 1
         elements = self._elements(0, first)
         surroundings = self._of_trace(0, size, first)
-        sizes, spent = self._base.birth_bytes(size), held_up.spent(self._base, size, self._elements(0, first=False))
+        sizes, spent = self._base.birth_bytes(size), self._spent(size)
         built, held = [], []
         left_alive = self._left_alive(size, number)
         for place, element in enumerate(elements):
@@ -255,7 +262,9 @@ class Family:
         if key not in self._measured:
             elements = self._elements(trace, first)
             names = [_key(place, element) for place, element in enumerate(elements)]
-            found = measured(self.probe.traces[trace], elements, size)
+            of_trace = self.probe.traces[trace]
+            spent = held_up.spent(of_trace, size, elements) if trace or first else self._spent(size)
+            found = measure(of_trace.events, elements, of_trace.birth_bytes(size), spent.as_traced)
             self._measured[key] = dict(zip(names, found, strict=True))
         return self._measured[key]
 
@@ -272,7 +281,7 @@ class Family:
 def measured(trace: ScaledTrace, elements: Sequence[Element], micro_batch_size: int) -> tuple[Measures, ...]:
     """The measures of the elements of a trace at another micro-batch size."""
     work_ns = held_up.spent(trace, micro_batch_size, elements).as_traced
-    return measure(trace.base.recording, elements, trace.birth_bytes(micro_batch_size), work_ns)
+    return measure(trace.events, elements, trace.birth_bytes(micro_batch_size), work_ns)
 
 
 def update(trace: ScaledTrace, micro_batch_size: int) -> tuple[int, int]:
@@ -280,13 +289,11 @@ def update(trace: ScaledTrace, micro_batch_size: int) -> tuple[int, int]:
 
     What the micro-batch leaves is freed before the update makes something, and is the micro-batch's.
     """
-    recording = trace.base.recording
-    sizes = trace.birth_bytes(micro_batch_size)
-    events = np.asarray(recording.events, dtype=np.int64)
+    events, sizes = trace.events, trace.birth_bytes(micro_batch_size)
     alive = np.cumsum(np.sign(events) * sizes[np.abs(events) - 1])
     behind = trace.steps[-1][1]
     kinds = trace.work(micro_batch_size)
-    spent = [kinds[kind] for (at, _), kind in zip(recording.work, trace.kind_of, strict=True) if at > behind]
+    spent = [kinds[kind] for kind in trace.kind_of[trace.worked_at > behind].tolist()]
     floor = alive[behind:][events[behind:] > 0].max(initial=0)
     return int(floor), round(1e9 * cost.step_time(spent, trace.base.device))
 

@@ -41,10 +41,10 @@ class Spent:
 
     def of_step(self, trace: ScaledTrace) -> int:
         """Nanoseconds of the last micro-step of a trace, without what it recomputes."""
-        start, end = trace.steps[-1]
-        work = trace.base.recording.work
-        own = [i for i, (position, item) in enumerate(work) if start < position <= end and not _is_added(item)]
-        watched = [i for i in own if work[i][1].is_watched]
+        is_added = _flags(_is_added(item) for item, _ in trace.kinds)
+        is_watched = _flags(item.is_watched for item, _ in trace.kinds)
+        own = trace.in_last_step() & ~is_added[trace.kind_of]
+        watched = own & is_watched[trace.kind_of]
         return int(self.as_traced[own].sum() - self.by_watching[watched].sum())
 
 
@@ -63,7 +63,7 @@ def spent(trace: ScaledTrace, micro_batch_size: int, elements: Sequence[Element]
     card_again, host_again = _taken(again, device)
     card_watched, host_watched = (after - before for before, after in _taken([_ANY, _WATCHED], device))
 
-    times_run = _times_run(trace, len(work))
+    times_run = np.bincount(trace.kind_of[trace.in_last_step()], minlength=len(work))  # by the last micro-step
     is_added, is_watched = _flags(map(_is_added, work)), _flags(item.is_watched for item in traced)
     begins = _flags(item.begins == "segment" for item in work)
     units = [element for element in elements if element.unit]
@@ -95,14 +95,6 @@ def _taken(work: Sequence[Work], device: Device) -> tuple[_Seconds, _Seconds]:
 def _share_unseen(spare: float, added: Any) -> float:
     """The share of what is added for the host that a card hides which has as much more to do."""
     return min(max(spare, 0.0) / added, 1.0) if added else 0.0
-
-
-def _times_run(trace: ScaledTrace, num_kinds: int) -> Sizes:
-    """How often the last micro-step of a trace runs each kind of its work."""
-    start, end = trace.steps[-1]
-    in_step = [start < position <= end for position, _ in trace.base.recording.work]
-    found: Sizes = np.bincount(trace.kind_of[in_step], minlength=num_kinds)
-    return found
 
 
 def _is_added(work: Work) -> bool:

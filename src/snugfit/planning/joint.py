@@ -5,7 +5,6 @@ size the solver gives the fastest way to run that chain within the budget. What 
 ``choosing``, which says by how much the prediction was off; then the search goes on with that.
 """
 
-import gc
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -257,7 +256,8 @@ class JointSearch:
                     yield form
                     break
         head = chain.units[-1].options[0]
-        if "loss_chunks" not in self.fixed and max(head.forward_bytes, head.backward_bytes) > _MUCH_OF_HEAD * room:
+        is_large = max(head.forward_bytes, head.backward_bytes) > _MUCH_OF_HEAD * room
+        if "loss_chunks" not in self.fixed and is_large and self._family(plan).probe.cuts_loss:
             for chunks in _CHUNKS:
                 form = replace(like, loss_chunks=chunks)
                 if self.heads.of(replace(form, micro_batch_size=size)) is None:
@@ -360,7 +360,6 @@ class JointSearch:
         name = family_of(plan)
         size = plan.micro_batch_size if name in self._not_affine else 0
         if (name, size) not in self._families:
-            gc.collect()  # the last trace's tensors hold each other
             pair = (size, size) if size else self._pair
             own = replace(plan, optimizer_impl=self.first.optimizer_impl, loss_chunks=self.first.loss_chunks)
             try:

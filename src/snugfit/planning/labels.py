@@ -37,7 +37,7 @@ class Labels:
     def behind(self, need: int, kept: int, cost: int) -> "Labels":
         """These labels with a step in front of them that needs and costs something and leaves something alive."""
         moved = self.needs + kept
-        start = max(int(np.searchsorted(moved, need, "right")) - 1, 0)  # the step's own need hides those below it
+        start = max(int(moved.searchsorted(need, "right")) - 1, 0)  # the step's own need hides those below it
         return Labels(np.maximum(moved[start:], need), self.costs[start:] + cost)
 
     def need_of(self, cost: int) -> int | None:
@@ -47,7 +47,7 @@ class Labels:
 
     def up_to(self, limit: int) -> "Labels":
         """The labels that need no more than this."""
-        end = int(np.searchsorted(self.needs, limit, "right"))
+        end = int(self.needs.searchsorted(limit, "right"))
         return Labels(self.needs[:end], self.costs[:end])
 
 
@@ -71,7 +71,7 @@ def sieved(found: Labels, rivals: Labels) -> Labels:
     """The labels without most of those that rivals beat, found block by block: far cheaper than one by one."""
     starts = np.arange(0, len(found.needs), _BLOCK)
     ends = np.minimum(starts + _BLOCK, len(found.needs)) - 1
-    rival = np.searchsorted(rivals.needs, found.needs[starts], "right") - 1  # the cheapest that needs no more
+    rival = rivals.needs.searchsorted(found.needs[starts], "right") - 1  # the cheapest that needs no more
     beaten = rival >= 0
     beaten[beaten] = rivals.costs[rival[beaten]] <= found.costs[ends[beaten]]
     stays = np.repeat(~beaten, ends - starts + 1)

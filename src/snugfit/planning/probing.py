@@ -4,12 +4,11 @@ Entry point: ``probe``. Each trace is made at two micro-batch sizes, so that wha
 that the job refuses (a policy that changes nothing, a module that cannot be recomputed) are left out.
 """
 
-import gc
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -22,6 +21,7 @@ from snugfit.planning.cutting import Element, cut, forward_work
 from snugfit.planning.scaling import NotAffineError, ScaledTrace
 from snugfit.plans import Plan
 from snugfit.training import segments
+from snugfit.training.chunked_loss import Planned
 
 _MOST_TRACES = 3
 "Traces that are made for the options; what small groups of alike units then lack is left out."
@@ -58,6 +58,8 @@ class Probe:
     "Option of each unit in the first trace."
     joined: frozenset[tuple[str, str]]
     "Pairs of units of which the second takes the first's output as it is."
+    cuts_loss: bool
+    "Whether the loss may be computed in chunks: it calls ``chunked_cross_entropy``."
 
 
 def probe(
@@ -123,8 +125,12 @@ class _Probing:
     def run(self) -> Probe:
         """Make the traces."""
         carried = self._spread()
-        with joining.watched(self.job, list(self.kinds)) as (watched, seen):
-            joined = self._trace(watched, carried, self._windows(), seen)
+        chunks = Planned(self.plan.loss_chunks)
+        job = self.job if chunks.chunks > 1 else _with_loss_in(self.job, chunks)  # which the plan's own would not see
+        with joining.watched(job, list(self.kinds)) as (watched, seen):
+            joined, cuts_loss = self._trace(
+                watched, carried, self._windows(), lambda: (seen(), chunks.chunks > 1 or chunks.is_used)
+            )
         base = self.traces[0]
         first_step = cut(base.base.recording, base.steps[1], list(self.kinds))
         self._tell_apart()
@@ -144,6 +150,7 @@ class _Probing:
             {name: self.places[kind] for name, kind in self.kinds.items()},
             carried,
             joined,
+            cuts_loss,
         )
 
     def _windows(self) -> Sequence[Sequence[int]]:
@@ -179,7 +186,6 @@ class _Probing:
             segment for name, option in carried.items() for segment in self.options[name].of(name, option)
         )
         planned = replace(self.plan, recompute=recompute) if self.kinds else self.plan
-        gc.collect()  # the last trace's tensors hold each other
         trace, told = ScaledTrace.told(job, planned, self.device, self.sizes, windows, tell)
         self.traces.append(trace)
         self.elements.append(cut(trace.base.recording, trace.steps[-1], list(self.kinds)))
@@ -196,6 +202,16 @@ class _Probing:
             name = self.elements[trace][number].unit
             if name in self.kinds:
                 self.places[self.kinds[name]].setdefault(carried[name], Place(trace, name))
+
+
+def _with_loss_in(job: Job, chunks: Planned) -> Job:
+    """A job whose loss is computed in a window of its own."""
+
+    def loss(model: Any, micro_batch: Any) -> Any:
+        with chunks.window():
+            return job.loss(model, micro_batch)
+
+    return replace(job, loss=loss)
 
 
 def _from_the_middle(items: Sequence[_Item]) -> list[_Item]:

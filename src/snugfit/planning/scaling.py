@@ -56,6 +56,10 @@ class ScaledTrace:
     "What is done in ``base``, whatever is alike once, with FLOPs and bytes per sample."
     kind_of: npt.NDArray[np.int64]
     "Of each piece of work of ``base``, which of ``kinds`` it is."
+    events: npt.NDArray[np.int64]
+    "The events of ``base``."
+    worked_at: npt.NDArray[np.int64]
+    "Of each piece of its work, the position in them."
     steps: tuple[tuple[int, int], ...]
     "Events of each micro-step of ``base``: first and one past the last."
     adds_up: bool = False
@@ -72,7 +76,7 @@ class ScaledTrace:
             plan: Everything but the micro-batch size.
             device: What it is traced for.
             sizes: Two micro-batch sizes; the first one is traced in full. Equal ones: the trace holds for this size.
-            windows: The micro-batches of each window that is traced in full.
+            windows: The micro-batches of each window that is traced in full; a single one ends without an update.
 
         Raises:
             NotAffineError: The operations depend on the micro-batch size.
@@ -102,9 +106,10 @@ class ScaledTrace:
         begun = None
         if sizes[0] != sizes[1]:
             smaller = replace(plan, micro_batch_size=sizes[1])
-            begun = errand(lambda: record_job(job, smaller, device, windows=((0,),)))
+            begun = errand(lambda: record_job(job, smaller, device, windows=((0,),), with_update=False))
         larger = replace(plan, micro_batch_size=sizes[0])
-        base, told = apart(lambda: (record_job(job, larger, device, windows=windows), tell()))
+        updates = len(windows) > 1  # of a lone window nobody looks at the update
+        base, told = apart(lambda: (record_job(job, larger, device, windows=windows, with_update=updates), tell()))
         return cls._between(base, None if begun is None else begun.result(), sizes), told
 
     @classmethod
@@ -131,6 +136,8 @@ class ScaledTrace:
             np.array([[birth.num_bytes for birth in births], birth_slopes]),
             tuple(numbers),
             np.array(kind_of, dtype=np.int64),
+            np.array(base.recording.events, dtype=np.int64),
+            np.array([position for position, _ in work], dtype=np.int64),
             steps,
             other is not None and leftovers.grows(base.recording),
         )
@@ -147,6 +154,12 @@ class ScaledTrace:
         """Each of ``kinds`` at another micro-batch size."""
         distance = micro_batch_size - self.base_size
         return [item if slopes == (0.0, 0.0) else _moved(item, slopes, distance) for item, slopes in self.kinds]
+
+    def in_last_step(self) -> npt.NDArray[np.bool_]:
+        """Of each piece of work of ``base``, whether its last micro-step does it."""
+        start, end = self.steps[-1]
+        found: npt.NDArray[np.bool_] = (start < self.worked_at) & (self.worked_at <= end)
+        return found
 
 
 def _moved(work: Work, slopes: _Slopes, distance: int) -> Work:

@@ -5,7 +5,7 @@ Plans that recompute within a recomputation are ``nested.py``'s.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from snugfit.planning.chain import NOTHING, Span, Unit
 from snugfit.planning.labels import END, MOST, Frontier, Labels, Packing, best, sieved
@@ -23,8 +23,7 @@ from snugfit.planning.unit_runs import Kept, kept_by_policy, least_kept, policie
 # 5. No label remembers where it came from: a plan is read off by asking, unit by unit, which step explains its label.
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One transition of the chain: a unit by one of its options, or several units as one segment."""
 
     span: Span
@@ -53,17 +52,14 @@ def frontier(
     packing = Packing.up_to(len(units), longest)
     limit = MOST if budget_bytes is None else budget_bytes
     kept_before = least_kept(units, runs=runs) if budget_bytes is not None else [0] * len(units)
-    steps = _steps(units, packing, runs=runs)
+    limits = [limit - kept for kept in kept_before]
+    steps = _steps(units, packing, limits, runs=runs)
     labels = [END] * (len(units) + 1)
     for i in reversed(range(len(units))):
-        found = [
-            (step, labels[step.span.last + 1].behind(step.need, step.kept, step.cost))
-            for step in steps[i]
-            if step.span.option or step.need <= limit - kept_before[i]
-        ]
+        found = [(step, labels[step.span.last + 1].behind(step.need, step.kept, step.cost)) for step in steps[i]]
         by_options = best([ways for step, ways in found if step.span.option])
         by_runs = [sieved(ways, by_options) for step, ways in found if not step.span.option]
-        labels[i] = best([by_options, *by_runs]).up_to(limit - kept_before[i])
+        labels[i] = best([by_options, *by_runs]).up_to(limits[i])
     whole = labels[0].up_to(limit if floor_bytes <= limit else -1)
     return Frontier.of(whole, packing, floor_bytes, lambda need, cost: tuple(_spans(need, cost, steps, labels)))
 
@@ -71,17 +67,28 @@ def frontier(
 def least_bytes(units: Sequence[Unit], *, floor_bytes: int = 0, runs: bool = True) -> int:
     """The smallest budget into which a chain of units fits: where its frontier begins."""
     least = [0] * (len(units) + 1)
-    steps = _steps(units, Packing(0), runs=runs)
+    steps = _steps(units, Packing(0), [MOST] * len(units), runs=runs)
     for i in reversed(range(len(units))):
         least[i] = min(max(step.need, step.kept + least[step.span.last + 1]) for step in steps[i])
     return max(least[0], floor_bytes)
 
 
-def _steps(units: Sequence[Unit], packing: Packing, *, runs: bool) -> tuple[tuple[Step, ...], ...]:
-    """Every way to go on from each unit: its options, then the runs of two and more units that begin with it."""
+def _steps(
+    units: Sequence[Unit], packing: Packing, limits: Sequence[int], *, runs: bool
+) -> tuple[tuple[Step, ...], ...]:
+    """Every way to go on from each unit: its options, then the runs of two and more units that begin with it.
+
+    Args:
+        units: The chain.
+        packing: Of its costs.
+        limits: By unit: runs that begin with it and need more are left out.
+        runs: Whether there are any.
+    """
     policies = {policy for unit in units for policy in policies_of(unit)} if runs else ()
     kept = {policy: kept_by_policy(units, policy) for policy in policies}
-    return tuple((*_by_options(unit, i, packing), *_by_runs(units, i, packing, kept)) for i, unit in enumerate(units))
+    return tuple(
+        (*_by_options(unit, i, packing), *_by_runs(units, i, packing, kept, limits[i])) for i, unit in enumerate(units)
+    )
 
 
 def _by_options(unit: Unit, i: int, packing: Packing) -> Iterator[Step]:
@@ -92,11 +99,14 @@ def _by_options(unit: Unit, i: int, packing: Packing) -> Iterator[Step]:
         yield Step(Span(i, i, option.name), need, option.kept_bytes, cost)
 
 
-def _by_runs(units: Sequence[Unit], i: int, packing: Packing, kept: Mapping[str | None, Kept]) -> Iterator[Step]:
+def _by_runs(
+    units: Sequence[Unit], i: int, packing: Packing, kept: Mapping[str | None, Kept], limit: int
+) -> Iterator[Step]:
     for policy in policies_of(units[i]) if kept else ():
-        for last, price in enumerate(run_prices(units, i, kept[policy]), start=i + 1):
-            cost = packing.cost(price.extra_ns, last - i + 1, 1)
-            yield Step(Span(i, last, policy=policy), price.need_bytes, price.kept_bytes, cost)
+        for last, price in enumerate(run_prices(units, i, kept[policy], limit), start=i + 1):
+            if price.need_bytes <= limit:
+                cost = packing.cost(price.extra_ns, last - i + 1, 1)
+                yield Step(Span(i, last, policy=policy), price.need_bytes, price.kept_bytes, cost)
 
 
 def _spans(need: int, cost: int, steps: Sequence[Sequence[Step]], labels: Sequence[Labels]) -> Iterator[Span]:

@@ -3,7 +3,6 @@
 Entry points: ``TracedPlan``, ``traced_plan`` and ``undominated``.
 """
 
-import gc
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -62,7 +61,6 @@ def traced_plan(job: Job, plan: Plan, device: Device, budget_bytes: int, names: 
         budget_bytes: For peak, context and margin.
         names: Of the model's units.
     """
-    gc.collect()  # the last trace's tensors hold each other
     with warnings.catch_warnings():
         if plan.recompute:  # what it means to a model is said when the plan is carried out
             warnings.simplefilter("ignore")

@@ -12,14 +12,13 @@ NOTE [Results that a run keeps]
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from snugfit.planning.chain import KeptInRun, Unit
+from snugfit.planning.labels import MOST
 
 
-@dataclass(frozen=True, slots=True)
-class RunPrice:
+class RunPrice(NamedTuple):
     """What a run needs and costs by itself."""
 
     need_bytes: int
@@ -33,13 +32,14 @@ Kept: TypeAlias = Sequence[KeptInRun | None]
 "What each unit of a chain keeps in runs of a policy; None where it has none of that name."
 
 
-def run_prices(units: Sequence[Unit], first: int, kept: Kept) -> Iterator[RunPrice]:
+def run_prices(units: Sequence[Unit], first: int, kept: Kept, limit: int = MOST) -> Iterator[RunPrice]:
     """Prices of the runs of two, three, ... units that begin with a unit, as far as borders can be crossed.
 
     Args:
         units: The chain.
         first: Where the runs begin.
         kept: What ``kept_by_policy`` gave for the policy of their segments.
+        limit: The runs end where all longer ones need more than this.
     """
     again = backward_need = saved = elapsed = results = 0
     statics = [unit.forward_static_bytes for unit in units]
@@ -50,6 +50,8 @@ def run_prices(units: Sequence[Unit], first: int, kept: Kept) -> Iterator[RunPri
         again = max(again + own.kept_bytes, saved + unit.input_bytes + plain.forward_bytes + own.kept_bytes)
         backward_need = max(backward_need, unit.backward_static_bytes + saved + plain.backward_bytes)
         results += own.kept_bytes
+        if max(forward_need, backward_need) > limit:  # neither is less in a longer run
+            return
         if last > first:
             need = max(forward_need, backward_need, unit.backward_static_bytes + again)
             yield RunPrice(need, units[first].input_bytes + results, elapsed + own.last_ns)

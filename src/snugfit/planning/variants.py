@@ -4,7 +4,6 @@ Entry points: ``Updates`` and ``Heads``. Both are measured by small traces of th
 of the chain that they change: the update behind the micro-batches, and the last piece of the model with the loss.
 """
 
-import gc
 from dataclasses import dataclass, field, replace
 
 from snugfit.errors import PlanError, UnsupportedError
@@ -48,7 +47,6 @@ class Updates:
     def _measured(self, plan: Plan) -> tuple[int, int] | None:
         size = plan.micro_batch_size
         plain = replace(plan, recompute=(), loss_chunks=1)
-        gc.collect()
         try:
             trace = ScaledTrace.record(self.job, plain, self.device, (size, size), _WHOLE_OF_ONE)
         except (PlanError, UnsupportedError):
@@ -79,7 +77,6 @@ class Heads:
         key = plan.precision, plan.loss_chunks
         if key not in self._known:
             plain = replace(plan, micro_batch_size=self.pair[0], recompute=())
-            gc.collect()
             try:
                 self._known[key] = ScaledTrace.record(self.job, plain, self.device, self.pair, _ONE_MICRO_BATCH)
             except (PlanError, UnsupportedError, NotAffineError):

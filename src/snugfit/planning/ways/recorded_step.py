@@ -4,7 +4,6 @@ Entry point: ``record``. A way that only moves or resizes storages is worked out
 Left out: whatever a way needs of its own.
 """
 
-import gc
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -131,7 +130,6 @@ def record(job: Job, plan: Plan, device: hardware.Device, model: nn.Module) -> R
         return result
 
     windows = ((0,),) if plan.accumulation_steps == 1 else ((0, 1),)
-    gc.collect()  # the last trace's tensors hold each other
     trace, groups = apart(
         lambda: (tracing.record_job(replace(job, optimizer=optimizer), plan, device, windows=windows), tuple(made))
     )
