@@ -52,6 +52,44 @@ def test_a_result_made_again_is_as_torch_makes_it_and_remembers_what_is_known_of
     assert view.untyped_storage()._cdata == left.untyped_storage()._cdata
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(3),
+        lambda: torch.zeros(3),
+        lambda: torch.arange(0.0, 3.0),
+        lambda: torch.ones(3, dtype=torch.int64) / 2,
+        lambda: torch.ones(3, dtype=torch.int64).sqrt(),
+        lambda: torch.ones(3, dtype=torch.int64) * 1.5,
+    ],
+)
+def test_results_follow_the_default_dtype_where_it_changes_within_a_trace(make):
+    types = [torch.float32, torch.bfloat16, torch.float32, torch.float64]
+    found = []
+    with Recorder(host_scalars=False):
+        try:
+            for dtype in types:
+                torch.set_default_dtype(dtype)
+                found.append(make().dtype)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert found == types
+
+
+def test_what_is_known_of_torch_s_operations_is_shared_and_of_others_is_not():
+    with torch.library._scoped_library("snugfit_test", "DEF") as library:
+        library.define("make(Tensor x) -> Tensor")
+        seen = []
+        for length in (3, 5):
+            library.impl("make", lambda x, length=length: x.new_empty(length), "Meta", allow_override=True)
+            with Recorder(host_scalars=False) as recorder:
+                own = torch.ops.snugfit_test.make(torch.empty(2)).shape
+                torch.empty(2).sin()
+                seen.append((own, recorder.recipe))
+    assert [shape for shape, _ in seen] == [(3,), (5,)]
+    assert seen[0][1] is seen[1][1] is not None
+
+
 @pytest.mark.parametrize("values", [[0.5], [[1, 2], [3, 4]], list(range(256)), [True, False], []])
 def test_tensors_of_python_numbers_are_lifted_as_torch_lifts_them(values):
     found = []

@@ -4,7 +4,7 @@ Entry points: ``FakeMode``, ``Fake``, ``FAKE_ERRORS``; other files take them fro
 belongs: what it uses of torch's is not public. Recording is ``recording``'s.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ _PRODUCTS = tuple(
     getattr(torch.ops.aten, name).default
     for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "convolution")
 )
+_COUNT = torch.ops.aten.add_.Tensor
 _LIFT = torch.ops.aten.lift_fresh.default
 _SIMPLE = frozenset([int, float, bool, str, torch.dtype, torch.device, torch.memory_format])
 _UNMARKED_VIEWS = ("_unsafe_view", "_reshape_alias")
@@ -48,13 +49,26 @@ class Recipe:
 
     container: type | None
     "Of several results."
-    parts: list[tuple[Any, ...] | None]
-    "Shape, strides and dtype of each result; None where the operation has none there."
+    parts: list[tuple[Any, ...] | float | None]
+    "Shape, strides and dtype of each result; a number, or None, where the operation has that there."
     remembered: dict[Any, Any] = field(default_factory=dict)
     "Whatever else depends on no more than that."
 
 
 _UNKNOWN = Recipe(None, [])
+_MOST_KNOWN = 1 << 17
+"Operations that a process remembers."
+_known: dict[Hashable, dict[tuple[Any, ...], Recipe | None]] = {}
+"By what their results depend on beside their arguments."
+
+
+def _known_here() -> dict[tuple[Any, ...], Recipe | None]:
+    """What is known of torch's own operations, for all modes that are made under the same settings."""
+    if sum(map(len, _known.values())) > _MOST_KNOWN:
+        _known.clear()
+    backends = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _known.setdefault((*backends, deterministic), {})
 
 
 class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -68,7 +82,7 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._kinds: dict[Any, str] = {}
-        self._known: dict[tuple[Any, ...], Recipe | None] = {}
+        self._known = {"new": _known_here(), "own": dict[tuple[Any, ...], Recipe | None]()}
         self._attributes: dict[str, Any] | None = None
         self.recipe: Recipe | None = None
         "Of the operation that was run last; None where its results depend on more than shapes, types and numbers."
@@ -88,7 +102,11 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kind = self._kinds.get(op) or self._kinds.setdefault(op, _kind(op))
         if kind == "lift" and not kwargs and _may_be_lifted(args[0]):
             return self._lifted(args[0])
-        described: list[Any] = [op]
+        if op is _COUNT and not kwargs and _counts(*args):
+            with torch._C._DisableTorchDispatch():
+                args[0].constant.add_(args[1])
+            return args[0]
+        described: list[Any] = [op, torch.get_default_dtype()]
         if kind in ("other", "lift") or not (_describe(args, described) and _describe(kwargs.values(), described)):
             return super().__torch_dispatch__(op, types, args, kwargs)
         if kind == "view":
@@ -96,23 +114,24 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self._fake(result) if isinstance(result, torch.Tensor) else [self._fake(part) for part in result]
         described.extend(kwargs)
         key = tuple(described)
-        recipe = self._known.get(key, _UNKNOWN)
+        known = self._known[kind]
+        recipe = known.get(key, _UNKNOWN)
         if recipe is _UNKNOWN:
             if op in _PRODUCTS:  # asked once per shapes and types
                 self._refuse_two_types(op, args)
             result = super().__torch_dispatch__(op, types, args, kwargs)
-            self.recipe = self._known[key] = _recipe(result, args)
+            self.recipe = known[key] = _recipe(result, args)
             return result
         if recipe is None:
             return super().__torch_dispatch__(op, types, args, kwargs)
         self.recipe = recipe
         with torch._C._DisableTorchDispatch():
             made = [
-                None if part is None else torch.empty_strided(part[0], part[1], dtype=part[2], device=_META)
+                torch.empty_strided(part[0], part[1], dtype=part[2], device=_META) if type(part) is tuple else part
                 for part in recipe.parts
             ]
-        fakes = [None if part is None else self._fake(part) for part in made]
-        return fakes[0] if recipe.container is None else recipe.container(fakes)
+        results = [self._fake(part) if isinstance(part, torch.Tensor) else part for part in made]
+        return results[0] if recipe.container is None else recipe.container(results)
 
     def _on_meta(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """An operation by the meta kernel: ``in_kernel_invocation_manager`` of torch, without a generator."""
@@ -157,7 +176,10 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def _kind(op: Any) -> str:
-    """``view``, ``new`` (a function of shapes whose results share no storage with inputs), ``lift``, or ``other``."""
+    """``view``, ``new`` (a function of shapes whose results share no storage with inputs), ``lift``, or ``other``.
+
+    New as well is ``own``, which is not torch's: who registers its kernel may register another one.
+    """
     if op is _LIFT:
         return "lift"
     schema = op._schema
@@ -167,7 +189,7 @@ def _kind(op: Any) -> str:
         return "other"
     if name in _UNMARKED_VIEWS or op.is_view:
         return "view"
-    return "new"
+    return "new" if op.namespace in ("aten", "prims") else "own"
 
 
 def _may_be_lifted(value: Any) -> bool:
@@ -177,6 +199,11 @@ def _may_be_lifted(value: Any) -> bool:
     plain = not (value.requires_grad or value.is_quantized or value.is_conj() or value.is_neg())
     fills = value.is_contiguous() and value.nbytes == value.untyped_storage().nbytes()
     return plain and fills and value.numel() > CONSTANT_NUMEL_LIMIT
+
+
+def _counts(number: Any, other: Any, *_: Any) -> bool:
+    """Whether a number whose value torch remembers grows by one of Python's, as an optimizer's steps do."""
+    return type(number) is FakeTensor and number.constant is not None and type(other) in (int, float)
 
 
 def _describe(values: Iterable[Any], described: list[Any]) -> bool:
@@ -212,10 +239,10 @@ def _recipe(result: Any, args: Sequence[Any]) -> Recipe | None:
     if parts is None:
         return None
     storages = {tensor.untyped_storage()._cdata for tensor in _fakes(args)}
-    described: list[tuple[Any, ...] | None] = []
+    described: list[tuple[Any, ...] | float | None] = []
     for part in parts:
-        if part is None:
-            described.append(None)
+        if part is None or type(part) in (int, float, bool):
+            described.append(part)
             continue
         plain = type(part) is FakeTensor and part.constant is None and part.layout is torch.strided
         if not plain or part.is_complex() or part.fake_device != _CPU or part.storage_offset():

@@ -35,7 +35,13 @@ def _bytes(tensor: Tensor) -> int:
 
 def _copy(tensor: Tensor) -> list[int]:
     """A copy in the kernels' layout (batch, length, head, size), where a tensor does not have it."""
-    return [] if tensor.transpose(1, 2).is_contiguous() else [_bytes(tensor)]
+    expected = 1
+    for dim in (3, 1, 2, 0):
+        size = tensor.shape[dim]
+        if size > 1 and tensor.stride(dim) != expected:
+            return [_bytes(tensor)]
+        expected *= max(size, 1)
+    return []
 
 
 def flash_forward(call: Call, target: Target) -> list[int]:
