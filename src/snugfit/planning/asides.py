@@ -31,8 +31,13 @@ class Asides:
         self._begun: list[Aside] = []
         self._joined: dict[Aside, Plan] = {}
 
-    def begin(self, work: Callable[[], TracedPlan]) -> Aside:
-        """Begin to trace plans; the one that is returned is what they are traced for."""
+    def begin(self, work: Callable[[], TracedPlan], *, may_wait: bool = False) -> Aside:
+        """Begin to trace plans; the one that is returned is what they are traced for.
+
+        Args:
+            work: Traces them.
+            may_wait: Whether what is done here meanwhile is needed first.
+        """
         learnt = self.joint.learnt.copy()
 
         def run() -> tuple[Plan, dict[Plan, TracedPlan], Learnt]:
@@ -41,7 +46,7 @@ class Asides:
                 found = work()
             return found.plan, {plan: one for plan, one in self.traced.items() if plan not in known}, learnt
 
-        self._begun.append(errand(run))
+        self._begun.append(errand(run, may_wait=may_wait))
         return self._begun[-1]
 
     def join(self, begun: Aside) -> TracedPlan:

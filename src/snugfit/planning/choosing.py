@@ -101,9 +101,9 @@ class Search:
         rungs: dict[str, Aside] = {}
         if "micro_batch_size" not in self.fixed and mixed.samples_per_rank > 1:
             alone = NONE if "recompute" not in self.fixed else ANY
-            rungs[ACCUMULATION] = self.asides.begin(lambda: self._by_itself(mixed, alone))
+            rungs[ACCUMULATION] = self.asides.begin(lambda: self._by_itself(mixed, alone), may_wait=True)
         if "recompute" not in self.fixed and self.joint.names:
-            rungs[CHECKPOINTING] = self.asides.begin(lambda: self._by_itself(mixed, BLOCKS))
+            rungs[CHECKPOINTING] = self.asides.begin(lambda: self._by_itself(mixed, BLOCKS), may_wait=True)
         return rungs
 
     def _settled(self, begun: Aside) -> TracedPlan:

@@ -34,17 +34,20 @@ Result = TypeVar("Result")
 
 _DIES_WITH_PARENT = 1
 "``PR_SET_PDEATHSIG`` of Linux's ``prctl``."
+_NICENESS = 5
+"Of a copy that may wait: about a third of the time of one that may not, where both want the same core."
 _PATIENCE_S = 300.0
 "After which a copy that says nothing is given up: a fork of somebody else's locks can hang."
 
 
-def errand(work: Callable[[], Result]) -> "Errand[Result]":
+def errand(work: Callable[[], Result], *, may_wait: bool = False) -> "Errand[Result]":
     """Begin some work, in a copy of this process where that is possible.
 
     Args:
         work: Changes nothing that anybody looks at later; its result can be pickled.
+        may_wait: Whether what this process does meanwhile goes first where there are too few cores for both.
     """
-    return Errand(work, *_fork(work)) if _is_possible() else Errand(work)
+    return Errand(work, *_fork(work, may_wait)) if _is_possible() else Errand(work)
 
 
 def apart(work: Callable[[], Result]) -> Result:
@@ -127,7 +130,7 @@ def _collect() -> None:
         gc.collect()
 
 
-def _fork(work: Callable[[], Any]) -> tuple[int, int]:
+def _fork(work: Callable[[], Any], may_wait: bool) -> tuple[int, int]:
     _collect()
     reading, writing = os.pipe()
     for stream in (sys.stdout, sys.stderr):
@@ -140,6 +143,8 @@ def _fork(work: Callable[[], Any]) -> tuple[int, int]:
     try:  # nothing of the copy may be seen but its result
         _end_with_parent()
         _is_copy[0] = True
+        if may_wait:
+            os.nice(_NICENESS)
         os.close(reading)
         writing = fcntl.fcntl(writing, fcntl.F_DUPFD, 3)  # the first three may be the closed ones of a terminal
         silent = os.open(os.devnull, os.O_WRONLY)
