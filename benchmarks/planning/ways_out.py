@@ -25,7 +25,7 @@ from snugfit.planning.ways_out import WayOut, ways_out
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S, LIMIT_BYTES = 12.0, sizes.GIB
-"""CPU seconds of all five rows, where nothing else runs: what three plain estimates of the job took when this was written.
+"""CPU seconds of all five rows, where nothing else runs: what three plain estimates of the job took when it was set.
 They take 7 s now; the rows, of which each is a program of its own, became quicker by less."""
 SETTINGS = (
     ("rtx-3090", "24GiB", 2048, 1024, {"lora", "host-offload", "fsdp"}),
