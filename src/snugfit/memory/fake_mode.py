@@ -37,6 +37,8 @@ _PRODUCTS = tuple(
     getattr(torch.ops.aten, name).default
     for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "linear", "convolution")
 )
+_CONVOLUTIONS = frozenset([torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default])
+"Their layouts follow what the CPU's libraries are allowed."
 _COUNT = torch.ops.aten.add_.Tensor
 _LIFT = torch.ops.aten.lift_fresh.default
 _SIMPLE = frozenset([int, float, bool, str, torch.dtype, torch.device, torch.memory_format])
@@ -113,13 +115,16 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             result = self._on_meta(op, args, kwargs)
             return self._fake(result) if isinstance(result, torch.Tensor) else [self._fake(part) for part in result]
         described.extend(kwargs)
+        if op in _CONVOLUTIONS:
+            described += (torch._C._get_mkldnn_enabled(), torch.get_num_threads())
         key = tuple(described)
         known = self._known[kind]
         recipe = known.get(key, _UNKNOWN)
         if recipe is _UNKNOWN:
             if op in _PRODUCTS:  # asked once per shapes and types
                 self._refuse_two_types(op, args)
-            result = super().__torch_dispatch__(op, types, args, kwargs)
+            run = self._laid_out if op in _CONVOLUTIONS else super().__torch_dispatch__
+            result = run(op, types, args, kwargs)
             self.recipe = known[key] = _recipe(result, args)
             return result
         if recipe is None:
@@ -132,6 +137,14 @@ class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             ]
         results = [self._fake(part) if isinstance(part, torch.Tensor) else part for part in made]
         return results[0] if recipe.container is None else recipe.container(results)
+
+    def _laid_out(self, op: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A convolution, past torch's own cache, which does not know what its layout follows."""
+        is_cached, self.cache_enabled = self.cache_enabled, False
+        try:
+            return super().__torch_dispatch__(op, types, args, kwargs)
+        finally:
+            self.cache_enabled = is_cached
 
     def _on_meta(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """An operation by the meta kernel: ``in_kernel_invocation_manager`` of torch, without a generator."""
@@ -245,6 +258,7 @@ def _recipe(result: Any, args: Sequence[Any]) -> Recipe | None:
             described.append(part)
             continue
         plain = type(part) is FakeTensor and part.constant is None and part.layout is torch.strided
+        plain = plain and not part._is_zerotensor()
         if not plain or part.is_complex() or part.fake_device != _CPU or part.storage_offset():
             return None
         storage = part.untyped_storage()

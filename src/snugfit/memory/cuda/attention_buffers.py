@@ -39,8 +39,8 @@ def _copy(tensor: Tensor) -> list[int]:
     for dim in (3, 1, 2, 0):
         size = tensor.shape[dim]
         if size > 1 and tensor.stride(dim) != expected:
-            return [_bytes(tensor)]
-        expected *= max(size, 1)
+            return [_bytes(tensor)] if tensor.numel() else []
+        expected *= size
     return []
 
 
