@@ -58,8 +58,8 @@ class Recipe:
 
 
 _UNKNOWN = Recipe(None, [])
-_MOST_KNOWN = 1 << 17
-"Operations that a process remembers."
+_MOST_KNOWN = 1 << 15
+"Operations that a process remembers; a trace of the UNet has 800, of 1.6 kB each."
 _known: dict[Hashable, dict[tuple[Any, ...], Recipe | None]] = {}
 "By what their results depend on beside their arguments."
 
