@@ -523,39 +523,27 @@ def test_equal_rows_of_a_sparse_gradient_become_one_where_the_indices_are_known(
     assert sizes == [(6, 2), (6, 2)]
 
 
-def test_eight_bit_optimizer_states_count_their_codes_scales_and_tables():
+def make_eight_bit_step(*_):
     optimizers = pytest.importorskip("torchao.optim", reason="the extra torchao is not installed")
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).cuda()
+    optimizer = optimizers.AdamW8bit(model.parameters())
 
-    def make_step():
-        model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).cuda()
-        optimizer = optimizers.AdamW8bit(model.parameters())
+    def step():
+        model(torch.zeros(8, 256, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-        def step():
-            model(torch.zeros(8, 256, device="cuda")).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    return step
 
-        return step
 
+def test_eight_bit_optimizer_states_count_their_codes_scales_and_tables():
     state = 256 * 256 + 256 * 4 + 256 * 4  # a code per weight, a scale per 256 of them, the table of 256 values
-    assert snugfit.trace(make_step, CARD).at("step end")["optimizer"] == 2 * 2 * (state + 1024)  # biases stay float32
+    found = snugfit.trace(make_eight_bit_step, CARD).at("step end")["optimizer"]
+    assert found == 2 * 2 * (state + 1024)  # biases stay float32
 
 
 def test_the_update_of_eight_bit_states_is_compiled_code_once_and_small_moments_are_written_in_place():
-    optimizers = pytest.importorskip("torchao.optim", reason="the extra torchao is not installed")
-
-    def make_step(recorder):
-        model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).cuda()
-        optimizer = optimizers.AdamW8bit(model.parameters())
-
-        def step():
-            model(torch.zeros(8, 256, device="cuda")).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    traced = tracing.record(make_step, snugfit.hardware.resolve(CARD))
+    traced = tracing.record(make_eight_bit_step, snugfit.hardware.resolve(CARD))
     update = [birth for birth in traced.recording.births if (birth.window, birth.phase) == (2, "optimizer")]
     # For each of two moments of two weights an array in fp32 and its scales; for the biases nothing.
     assert sorted(birth.num_bytes for birth in update) == 4 * [256 * 4] + 4 * [256 * 256 * 4]
