@@ -58,6 +58,22 @@ def engine_of(other, plan):
     return snugfit.Engine(model, other.optimizer(model), plan, loss=other.loss)
 
 
+def test_a_plan_that_rests_on_another_optimizer_is_refused_and_says_where_it_is_made(planned):
+    own = type(job().optimizer(job().model())).__name__
+    fits = dataclasses.replace(planned, fingerprint=fingerprint.of(job().model(), own))
+    rests = dataclasses.replace(planned, fingerprint=fingerprint.of(job().model(), "AdamW8bit"))
+    assert not snugfit.build(job(), fits, device="cpu").step(torch.ones(4, 4)).skipped
+    for run in (
+        lambda: snugfit.build(job(), rests, device="cpu"),
+        lambda: snugfit.estimate(job(), rests, device="cpu"),
+        lambda: engine_of(job(), rests),
+    ):
+        with pytest.raises(snugfit.PlanError, match="rests on another optimizer") as caught:
+            run()
+        assert caught.value.differing == ("optimizer",)
+        assert (own in caught.value.got, "AdamW8bit" in caught.value.hint) == (True, True)
+
+
 def test_a_plan_without_a_fingerprint_is_for_any_model(planned):
     anyone = dataclasses.replace(planned, fingerprint=None)
     assert not snugfit.build(job(width=5), anyone, device="cpu").step(torch.ones(4, 4)).skipped

@@ -302,6 +302,16 @@ def test_what_would_have_needed_least_is_not_traced_where_an_allowed_change_make
     assert (fitting.count("ways out"), failing.count("ways out")) == (1, 2)
 
 
+def test_a_plan_of_an_8_bit_optimizer_is_refused_by_the_job_that_has_the_old_one():
+    pytest.importorskip("torchao")
+    deep = job(lambda: Stack(24))
+    found = snugfit.plan(deep, "rtx-3090", 8, "1700MiB", allow=("8bit-optimizer",))
+    assert found.plan.fingerprint.endswith(" optimizer=AdamW8bit")
+    assert snugfit.estimate(found.job, found.plan, "rtx-3090").peak_reserved_bytes == found.memory.peak_reserved_bytes
+    with pytest.raises(snugfit.PlanError, match="rests on another optimizer"):
+        snugfit.estimate(deep, found.plan, "rtx-3090")
+
+
 def test_of_a_batch_of_which_little_fits_no_plan_by_hand_is_faster():
     deep = job(lambda: Stack(8))
     blocks = tuple(snugfit.Segment((f"blocks.{i}",)) for i in range(8))

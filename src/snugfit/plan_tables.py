@@ -106,10 +106,19 @@ def _script(out: Console, report: PlanReport, plan_file: str | None) -> None:
     for way in report.changes:
         out.print(f"  the job must change: {way.change}")
         _code(out, way.code.splitlines())
+        if way.name in _IN_A_JOB:
+            out.print(f"  in job(), {_IN_A_JOB[way.name]}: without, the plan is refused")
     lines = _lines(report, plan_file)
     for heading, found in (("with snugfit", lines.snugfit), (lines.by_hand, lines.pytorch)):
         out.print(f"  {heading}")
         _code(out, found)
+
+
+_IN_A_JOB = {
+    "8bit-optimizer": "the function that makes the optimizer returns this one",
+    "lora": "the function that makes the model runs these lines and returns the model",
+}
+"Where the lines of a change go that snugfit runs itself."
 
 
 def _code(out: Console, lines: Iterable[str]) -> None:

@@ -40,6 +40,7 @@ class Search:
         fixed: Mapping[str, Any],
         allow: Collection[str],
         progress: Callable[[str], None],
+        optimizer: str = "",
     ) -> None:
         self.job, self.allow, self.progress = job, tuple(allow), progress
         self.device = hardware.resolve(device)
@@ -49,7 +50,7 @@ class Search:
         given = "micro_batch_size" in self.fixed
         first = whole if given else replace(whole, micro_batch_size=whole.samples_per_rank)
         self.model = tracing.skeleton(job)
-        self.first = replace(first, fingerprint=first.fingerprint or fingerprint.of(self.model))
+        self.first = replace(first, fingerprint=first.fingerprint or fingerprint.of(self.model, optimizer))
         self.precisions = options.precisions(self.device, self.fixed)
         self.joint = JointSearch(job, self.device, self.first, self.fixed, self.model, self.budget_bytes)
         self.traced = Traces(job, self.device, self.budget_bytes, self.joint.names, progress)

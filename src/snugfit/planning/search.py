@@ -89,7 +89,8 @@ def _changed(
     _check_agreement(way, decided, fixed)
     given = {**fixed, **decided}
     assert way.job is not None, "what snugfit runs is a job"
-    again = Search(way.job, search.device, batch_size, search.budget_bytes, way.plan.world_size, given, (), progress)
+    budget, cards = search.budget_bytes, way.plan.world_size
+    again = Search(way.job, search.device, batch_size, budget, cards, given, (), progress, optimizer=way.optimizer)
     found = again.run()
     reasons = {name: reason for name, reason in _reasons(way, decided, fixed).items() if name in found.reasons}
     return replace(

@@ -96,7 +96,7 @@ class Engine:
         weighting.check_function(loss)
         admission.check(model, optimizers, plan, self.precision, nonfinite)
         if plan is not None:
-            fingerprint.check(plan, model)
+            fingerprint.check(plan, model, optimizers)
         self._split, self._is_size_given = split, micro_batch_size is not None
         self.runner = Runner(
             model,

@@ -1,14 +1,15 @@
 """Which model a plan was made for: a short text of its class, its parameters and their shapes.
 
 Entry points: ``of`` and ``check``. Values, types and devices of weights do not matter, for a plan changes them; the
-optimizer, the data and what is recomputed are left out.
+data and what is recomputed are left out, and the optimizer too, but where the plan rests on a change of it.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from snugfit.errors import PlanError
 from snugfit.plans import Plan
@@ -17,8 +18,15 @@ from snugfit.training import checkpointing
 _PARTS = ("class", "parameters", "elements", "trainable", "shapes")
 
 
-def of(model: nn.Module) -> str:
+_OPTIMIZER = "optimizer"
+
+
+def of(model: nn.Module, optimizer: str = "") -> str:
     """The fingerprint of a model, wrapped or compiled or not.
+
+    Args:
+        model: Whose parameters have shapes.
+        optimizer: Class of the optimizer on which the plan rests; empty: any will do.
 
     Example:
         >>> of(nn.Linear(3, 4)).rpartition(" ")[0]
@@ -37,7 +45,8 @@ def of(model: nn.Module) -> str:
         sum(parameter.requires_grad for parameter in named.values()),
         hashlib.sha256(shapes.encode()).hexdigest()[:16],
     )
-    return " ".join(f"{name}={value}" for name, value in zip(_PARTS, values, strict=True))
+    text = " ".join(f"{name}={value}" for name, value in zip(_PARTS, values, strict=True))
+    return f"{text} {_OPTIMIZER}={optimizer}" if optimizer else text
 
 
 def _refuse_shapeless(named: Mapping[str, nn.Parameter]) -> None:
@@ -56,8 +65,13 @@ def _refuse_shapeless(named: Mapping[str, nn.Parameter]) -> None:
         )
 
 
-def check(plan: Plan, model: nn.Module) -> None:
-    """Refuse a plan that was made for another model; one without a fingerprint is for any.
+def check(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer] = ()) -> None:
+    """Refuse a plan for another model or one that rests on another optimizer; without a fingerprint it is for any.
+
+    Args:
+        plan: That is to be run.
+        model: Of the job.
+        optimizers: Of the job; none: they are not looked at.
 
     Raises:
         PlanError: Says what differs.
@@ -71,8 +85,19 @@ def check(plan: Plan, model: nn.Module) -> None:
             f"the plan was made for another model: {', '.join(differing)} differ",
             got=", ".join(f"{name} {here[name]}" for name in differing),
             expected=", ".join(f"{name} {planned.get(name, 'unknown')}" for name in differing) + ", as in the plan",
-            hint="plan again for this model, or run the plan anyway with dataclasses.replace(plan, fingerprint=None)",
+            hint="plan again for this model; if the plan came with 'the job must change', change the model in job() as "
+            "its lines say; or run the plan anyway with dataclasses.replace(plan, fingerprint=None)",
             differing=tuple(differing),
+        )
+    wanted, made = planned.get(_OPTIMIZER), [type(optimizer).__name__ for optimizer in optimizers]
+    if wanted and made and wanted not in made:
+        raise PlanError(
+            "the plan rests on another optimizer, with less state",
+            got=f"optimizer {', '.join(made)}",
+            expected=f"{wanted}, as in the plan",
+            hint=f"make it {wanted} in the function of job() that makes the optimizer, as the lines under 'the job "
+            "must change' say; or run the plan anyway with dataclasses.replace(plan, fingerprint=None)",
+            differing=(_OPTIMIZER,),
         )
 
 

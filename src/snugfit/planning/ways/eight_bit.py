@@ -91,7 +91,7 @@ def row(case: Case) -> WayOut:
     )
     if found.fits and found.job is not None and not case.is_planned_next:
         recorded_step.record(found.job, plan, case.device, case.model)  # what is named can be planned
-    return found
+    return replace(found, optimizer=name)
 
 
 def _arguments(case: Case, plan: Plan) -> str:

@@ -48,6 +48,8 @@ class WayOut:
     "Fields of the plan that the change rests on; the others may be chosen anew."
     missing: str = ""
     "The library without which snugfit cannot run it."
+    optimizer: str = ""
+    "Class of the optimizer that the change makes; empty where it stays."
     job: Job | None = None
     "The changed job; None where the change is not one of the job, or something is not installed."
     world_size: int = 1
