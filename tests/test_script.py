@@ -315,3 +315,16 @@ def test_lines_can_be_copied_from_what_is_printed():
     by_hand = out.getvalue().partition("or without it\n")[2].partition("\nreasons")[0]
     compile(textwrap.dedent(by_hand), "printed", "exec")
     assert "segment: a module" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("policies", "said"),
+    [
+        (["keep-last"] * 2, "only the last product of each module is kept"),
+        (["keep-attention-last", "full", "keep-last"], "in 2 of 3 segments only the last product"),
+    ],
+)
+def test_the_reason_for_snugfit_counts_the_segments_that_need_it(policies, said):
+    segments = tuple(Segment((f"{number}",), policy) for number, policy in enumerate(policies))
+    lines = script(Plan(batch_size=8, micro_batch_size=8, recompute=segments), "cuda").pytorch
+    assert any(line.startswith(f"# recomputation, only with snugfit: {said}") for line in lines)

@@ -24,7 +24,7 @@ from snugfit.training import norms
 _STATIC = ("parameter", "buffer", "gradient", "optimizer")
 _MUCH_OF_PEAK = 0.2
 "Share of the peak from which on the loss is worth changing."
-_MUCH_FASTER = 0.7
+_MUCH_FASTER = 0.9
 "Of the time of the full batch in full precision, for which a precision is worth more memory."
 _NAMED_LAYERS = 2
 "Layers that a reason names; a ResNet has 53 of a kind."

@@ -37,8 +37,10 @@ def reason_against(segments: tuple[Segment, ...]) -> str:
     names = {segment.modules[0] for segment in segments}
     if any(len(segment.modules) > 1 for segment in segments):
         return "runs of modules are repeated as one"
-    if any("-last" in segment.policy for segment in segments):
-        return "only the last product of each module is kept"
+    last = sum("-last" in segment.policy for segment in segments)
+    if last:
+        some = "" if last == len(segments) else f"in {last} of {len(segments)} segments "
+        return f"{some}only the last product of each module is kept"
     if any(segment.policy.startswith(_OWN) and "*" in segment.policy for segment in segments):
         return "operations are named by a pattern"
     inner = [name for name in names if any(name.startswith(f"{other}.") for other in names)]
