@@ -92,11 +92,10 @@ def make(scenario: Scenario, pages: str = "") -> dict[str, Any]:
     import transformers  # noqa: F401
 
     import snugfit
+    from snugfit.targets import load_target
 
     for name in scenario.allow:
         importlib.import_module(LIBRARIES[name])
-    from snugfit.targets import load_target
-
     warnings.simplefilter("ignore")
     job = load_target(str(ROOT / "examples" / scenario.job))
     began, began_cpu = time.perf_counter(), _cpu_seconds()

@@ -281,10 +281,8 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
             key = real.untyped_storage()._cdata
             self.outside.meet(real, fake, lambda: self._live.pop(key, None))
             if fake.layout is torch.strided:
-                storage, index = (
-                    fake.untyped_storage(),
-                    self.allocate(real.untyped_storage().nbytes(), "input", "given"),
-                )
+                storage = fake.untyped_storage()
+                index = self.allocate(real.untyped_storage().nbytes(), "input", "given")
                 self.recording.births[index].place = HOST
                 self._watch(storage, storage._cdata, index)
                 self._live[key] = index

@@ -133,7 +133,7 @@ class _OnHost(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.cuda:
             return args[0]
-        if func is torch.device or getattr(func, "__name__", "") == "_parse_to":
+        if func in (torch.device, torch_private.PARSE_TO):
             return func(*args, **(kwargs or {}))
         return func(*map(_host, args), **{key: _host(value) for key, value in (kwargs or {}).items()})
 

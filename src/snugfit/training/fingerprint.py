@@ -16,9 +16,8 @@ from snugfit.plans import Plan
 from snugfit.training import checkpointing
 
 _PARTS = ("class", "parameters", "elements", "trainable", "shapes")
-
-
 _OPTIMIZER = "optimizer"
+"A part that only plans have which rest on one."
 
 
 def of(model: nn.Module, optimizer: str = "") -> str:
