@@ -1,4 +1,7 @@
-"""Shared settings of the suite: hypothesis without deadlines and with the same samples on every run, seeded torch."""
+"""Shared settings of the suite: hypothesis without deadlines and with the same samples on every run, seeded torch.
+
+Data that a file draws while it is imported, for ``parametrize``, is the same on every run as well.
+"""
 
 import pytest
 import torch
@@ -6,6 +9,11 @@ from hypothesis import settings
 
 settings.register_profile("snugfit", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("snugfit")
+
+
+def pytest_collectstart(collector):
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import snugfit
@@ -140,6 +141,56 @@ def test_a_full_batch_that_does_not_fit_is_replaced_by_the_largest_that_does():
     report = check(*regression(LinearStack, limited(2), 8, 2), "cpu")
     assert report.ok
     assert any("nothing larger than micro_batch_size=2 fits" in line for line in report.assumptions)
+
+
+class Spectral(nn.Module):
+    """Everything it has is complex: data, a parameter and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+        self.register_buffer("shift", torch.randn(WIDTH, dtype=torch.complex64), persistent=False)
+
+    def forward(self, x):
+        return x * self.weight + self.shift
+
+
+class Gain(nn.Module):
+    """A weight that stays as wide as it is."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, dtype=dtype))
+
+    def _apply(self, fn, recurse=True):
+        return self
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_complex_numbers_are_compared_in_double_precision_as_others_are(seed):
+    torch.manual_seed(seed)
+    batch = {"x": torch.randn(8, WIDTH, dtype=torch.complex64), "y": torch.randn(8, WIDTH, dtype=torch.complex64)}
+
+    def loss(model, batch):
+        return (model(batch["x"]) - batch["y"]).abs().square().mean()
+
+    report = check(*regression(Spectral, loss, 8, 3, batch), "cpu")
+    assert report.ok
+    assert report.gradient_error <= FLOAT64
+    assert report.gradient_tolerance == 1e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # gradients of both are summed in float32
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.filterwarnings("ignore:.*rounded away")
+def test_a_weight_that_stays_narrow_is_compared_as_its_gradient_is_summed(dtype, seed):
+    torch.manual_seed(seed)
+    report = check(*regression(lambda: Gain(dtype), size=8, micro_batch_size=3), "cpu")
+    assert report.ok
+    assert report.gradient_tolerance == 1e-5
 
 
 def test_a_full_batch_that_only_fits_in_float32_is_compared_in_float32():

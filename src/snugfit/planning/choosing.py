@@ -67,7 +67,13 @@ class Search:
         plain = replace(self.first, precision=self.precisions[0].value)
         mixed = replace(self.first, precision=self.precisions[-1].value)
         other = self.asides.begin(lambda: self.traced.of(plain)) if mixed != plain else None
-        whole = self.traced.of(mixed)
+        try:
+            whole = self.traced.of(mixed)
+        except Exception as error:  # whoever's it is: if fp32 runs, it is about the precision
+            if other is None:
+                raise
+            whole, mixed, other = self.asides.join(other), plain, None
+            self._leave_out(self.precisions[-1], error)
         self.joint.forward_work = whole.forward_work
         if not whole.fits and whole.memory.static_bytes <= self.joint.allowed_bytes:
             self.joint.reserved[mixed] = whole.memory.peak_reserved_bytes
@@ -77,13 +83,13 @@ class Search:
         if other is not None:
             try:
                 first = self.asides.join(other)
-            except UnsupportedError:  # 16-bit weights that only autocast multiplies with what they are given
+            except UnsupportedError as error:  # 16-bit weights that only autocast multiplies with what they are given
                 plain = mixed
+                self._leave_out(self.precisions[0], error)
         if not first.fits:
             self.joint.reserved[first.plan] = first.memory.peak_reserved_bytes
         rungs = {f"{FULL_BATCH}, {options.short(plain.precision)}": first}
-        if mixed != plain:
-            rungs[MIXED_PRECISION] = whole
+        rungs |= {MIXED_PRECISION: whole} if mixed != plain else {}
         families = [mixed, plain] if mixed != plain else [mixed]
         if all(traced.memory.static_bytes > self.joint.allowed_bytes for traced in rungs.values()):
             raise smallest_plans.of_large_weights(self.joint, self.asides, families, self.allow)
@@ -96,6 +102,12 @@ class Search:
         if all(traced.plan != chosen.plan for traced in rungs.values()):
             rungs[CHOSEN] = chosen
         return assembled(self.joint, self.traced, chosen, choice, rungs, self.precisions[-1])
+
+    def _leave_out(self, precision: options.Option, error: Exception) -> None:
+        """Plan without a precision in which the step does not run."""
+        self.joint.left_out = options.left_out(precision.value, error)
+        reason = "the step runs in no other that was tried"
+        self.precisions = tuple(one._replace(reason=reason) for one in self.precisions if one != precision)
 
     def _middle_rungs(self, mixed: Plan) -> dict[str, Aside]:
         """Accumulation by itself, then with every block recomputed: found out while others are traced."""

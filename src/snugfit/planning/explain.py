@@ -137,9 +137,10 @@ def notes(
     model: nn.Module,
     budget_bytes: int,
     offloaded_bytes: int = 0,
+    left_out: str = "",
 ) -> tuple[str, ...]:
     """Where the usual order of the techniques is not the best one here, and how sure the times are."""
-    found = _faster_precision(ladder, chosen, device, budget_bytes)
+    found = [left_out] if left_out else _faster_precision(ladder, chosen, device, budget_bytes)
     by_name = {rung.name: rung for rung in ladder}
     mixed, plain = by_name.get(MIXED_PRECISION), ladder[0]
     if mixed is not None and mixed.memory.peak_reserved_bytes > plain.memory.peak_reserved_bytes:
@@ -229,7 +230,7 @@ def _on_class_scores(what: str, memory: MemoryReport) -> list[str]:
 
 
 def infeasible(
-    plan: Plan, memory: MemoryReport, budget_bytes: int, device: Device, ways: Sequence[WayOut]
+    plan: Plan, memory: MemoryReport, budget_bytes: int, device: Device, ways: Sequence[WayOut], left_out: str = ""
 ) -> InfeasibleError:
     """The error that says what the plan that needs least needs, what is too large, and the ways out."""
     held = ", ".join(f"{category} {sizes.text(size)}" for category, size in memory.by_category.items())
@@ -251,7 +252,13 @@ def infeasible(
         hint += "less state, freeze weights, or take a larger device"
     else:
         hint = "use an optimizer with less state, shorter inputs, or a larger device"
-    hints = [*_unitless(budget_bytes), hint, *_on_class_scores("the peak", memory), *ways_out.sentences(ways)]
+    hints = [
+        *_unitless(budget_bytes),
+        hint,
+        *filter(None, [left_out]),
+        *_on_class_scores("the peak", memory),
+        *ways_out.sentences(ways),
+    ]
     return InfeasibleError(
         f"no plan fits the budget of {sizes.text(budget_bytes)} on {device.name}",
         got=f"the smallest candidate needs {sizes.text(memory.needed_bytes)} "

@@ -1,7 +1,7 @@
 """What a plan may choose from on a device: precisions, with reasons, memory and micro-batch sizes.
 
-Entry points: ``precisions``, ``allowed_bytes`` and ``micro_batch_sizes``. What may be recomputed is ``units``'; what is
-taken is ``search``'s.
+Entry points: ``precisions``, ``left_out``, ``allowed_bytes`` and ``micro_batch_sizes``. What may be recomputed is
+``units``'; what is taken is ``search``'s.
 """
 
 import itertools
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from snugfit.errors import PlanError
+from snugfit.errors import PlanError, SnugfitError
 from snugfit.hardware import Device
 from snugfit.memory.reports import margin_bytes
 from snugfit.planning import cost
@@ -59,6 +59,28 @@ def _check_precision(given: str, device: Device) -> None:
             expected=f"a precision that it has rates for: {', '.join(device.flops)}",
             hint='leave precision out, or use "32-true"',
         )
+
+
+def left_out(precision: str, error: Exception) -> str:
+    """Why a precision is not searched: the step raises in it, and what would help.
+
+    Args:
+        precision: In which it was traced.
+        error: What it raised.
+    """
+    if isinstance(error, SnugfitError):
+        raised = error.got or error.what
+    else:
+        raised = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+    said = f"{precision} is left out, for the step raises in it: {raised}"
+    module = getattr(error, "module", "")
+    if not precision.endswith("-mixed"):
+        return said
+    if module:
+        return f"{said}; snugfit.precision.keep_fp32(model, {module!r}) lets that module run in fp32"
+    return (
+        f"{said}; compute that part in fp32: with torch.autocast(device_type, enabled=False), of .float() of its inputs"
+    )
 
 
 def describe(recompute: tuple[Segment, ...]) -> str:

@@ -78,11 +78,12 @@ def _ways(joint: JointSearch, plan: Plan, allow: Collection[str], seconds: Calla
         seconds=seconds,
         model=joint.model,
         is_planned_next=bool(allow),
+        runs_in_half=not joint.left_out or plan.precision != "32-true",
     )
 
 
 def _error(joint: JointSearch, least: TracedPlan, ways: Sequence[WayOut]) -> InfeasibleError:
-    return explain.infeasible(least.plan, least.memory, joint.budget_bytes, joint.device, ways)
+    return explain.infeasible(least.plan, least.memory, joint.budget_bytes, joint.device, ways, joint.left_out)
 
 
 def _likely(joint: JointSearch, like: Plan) -> Plan:

@@ -48,6 +48,7 @@ def ways_out(
     seconds: Callable[[], float] | None = None,
     model: nn.Module | None = None,
     is_planned_next: bool = False,
+    runs_in_half: bool = True,
 ) -> tuple[WayOut, ...]:
     """Work out what each way out would need and cost, and return the rows: what fits first, then the cheapest.
 
@@ -65,13 +66,14 @@ def ways_out(
             None: those of the job as it is traced here.
         model: The job's model, data or not; None: it is built without data.
         is_planned_next: Whether a changed job is planned next, which tells whether it can be.
+        runs_in_half: Whether the job's step runs in 16-bit types, as far as is known.
 
     Raises:
         PlanError: An unknown name.
     """
     check_names(allow or ())
     model = tracing.skeleton(job) if model is None else model
-    case = Case(job, plan, device, budget_bytes, model, is_planned_next=is_planned_next)
+    case = Case(job, plan, device, budget_bytes, model, is_planned_next=is_planned_next, runs_in_half=runs_in_half)
     wanted = [name for name in NAMES if allow is None or name in allow]
     # Beside the others what holds no job, which would not come back; here all of it if its traces are to tell the time.
     apart = [name for name in wanted if name not in RUN and seconds is not None]

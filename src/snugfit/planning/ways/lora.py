@@ -81,8 +81,10 @@ def row(case: Case) -> WayOut:
 
 
 def _precision(case: Case) -> str:
-    """The mixed precision of the plan, or that in which the device is fast; else the plan's."""
+    """The mixed precision of the plan, or that in which the device is fast and the step runs; else the plan's."""
     given = case.plan.precision
+    if not case.runs_in_half:
+        return given
     if given in _HALF:
         return given
     if given == "bf16-true":

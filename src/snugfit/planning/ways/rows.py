@@ -96,6 +96,7 @@ class Case:
         budget_bytes: Of one card.
         model: The job's, data or not.
         is_planned_next: Whether a changed job is planned next, which tells whether it can be.
+        runs_in_half: Whether its step runs in 16-bit types, as far as is known.
     """
 
     def __init__(
@@ -107,11 +108,12 @@ class Case:
         model: nn.Module,
         *,
         is_planned_next: bool = False,
+        runs_in_half: bool = True,
     ) -> None:
         self.job, self.plan, self.device, self.budget_bytes, self.model = job, plan, device, budget_bytes, model
         self.weights = recorded_step.weights_of(model)
         self._steps: dict[Plan, RecordedStep] = {}
-        self.is_planned_next = is_planned_next
+        self.is_planned_next, self.runs_in_half = is_planned_next, runs_in_half
         self._loop: OwnLoop | None = None
 
     def step(self, plan: Plan) -> RecordedStep:
@@ -160,7 +162,7 @@ class Case:
         return step.needed_bytes(trace) <= self.budget_bytes
 
     def _may_lower(self) -> bool:
-        can = self.plan.precision == "bf16-true" or self.device.fast_bfloat16
+        can = self.plan.precision == "bf16-true" or (self.device.fast_bfloat16 and self.runs_in_half)
         return can and recorded_step.in_bfloat16(self.plan) != self.plan
 
     def _least_bytes(self, per_trained: int) -> int:

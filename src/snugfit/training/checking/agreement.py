@@ -1,17 +1,18 @@
 """Whether two windows have the same gradient and the same loss, and how far they are apart.
 
-Entry points: ``errors``, ``loss_error`` and ``TOLERANCES``. Running windows is ``comparison``'s.
+Entry points: ``errors``, ``loss_error``, ``coarsest`` and ``TOLERANCES``. Running windows is ``comparison``'s.
 
 NOTE [What is compared in which type]
 1. Whether a split is exact is a question of weights, not of precision: it is asked in float64, where a wrong weight
    stands out from rounding by ten orders of magnitude. Half precision would hide it or call rounding a fault.
 2. Where a model does not run in float64 it is asked in float32, and where it does not run in that either (quantised
-   weights), in the plan's own precision. The tolerance is that of the coarsest type which took part.
+   weights), in the plan's own precision. The tolerance is that of the coarsest type which took part, be it in the
+   gradient's sum alone: a weight that stays float32 has one of float32.
 3. An error is relative to the gradient of its module, or to a small share of the whole gradient where that is larger:
    some gradients are 0 (biases of keys in attention, biases before a normalisation) and hold nothing but rounding.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,11 @@ TOLERANCES = {
     torch.bfloat16: Tolerance(0.1, 1e-2, "bfloat16 keeps 8 bits: a fault smaller than this is not seen"),
     torch.float16: Tolerance(0.02, 1e-2, "float16 keeps 11 bits: a fault smaller than this is not seen"),
 }
+
+
+def coarsest(types: Iterable[torch.dtype]) -> torch.dtype:
+    """The type of fewest digits; float64 where there is none."""
+    return max(types, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
 
 
 def errors(

@@ -20,7 +20,7 @@ from snugfit.errors import DeviceMemoryError, PlanError, SnugfitError
 from snugfit.jobs import Count, Job, Loss, LossScale
 from snugfit.plans import Plan
 from snugfit.training import build, caches, norms, random_states, recovery, splitting, torch_private
-from snugfit.training.checking import reached, side_effects
+from snugfit.training.checking import agreement, reached, side_effects
 from snugfit.training.checking.observing import ModuleNames, Observer
 
 COMPARED = "compared"
@@ -59,6 +59,8 @@ class Trial:
     "What ``look`` made of the model afterwards."
     changed: list[str] = field(default_factory=list)
     "Tensors of a micro-batch that were changed in place."
+    coarsest: torch.dtype = torch.float64
+    "Of the types that the gradients were summed in."
     drawn: set[str] = field(default_factory=set)
     "Random operations that gave constants."
     drawn_elsewhere: set[str] = field(default_factory=set)
@@ -187,7 +189,7 @@ class Bench:
             wanted = (name for segment in self.plan.recompute for name in segment.modules)
             caches.turned_off(model, [known[name] for name in wanted if name in known])
         if setting.dtype is not None:
-            model = model.double() if setting.dtype == torch.float64 else model.float()
+            _convert(model, setting.dtype)
         if not setting.keeps_batch_norms:
             for _, layer in norms.batch_norms(model):
                 layer.eval()
@@ -238,8 +240,9 @@ class Bench:
         def move(micro_batch: Any) -> Any:
             look_at_moved()
             found = own.move(micro_batch)
-            if setting.dtype is not None:
-                found = splitting.map_tensors(lambda tensor: _as(tensor, setting.dtype), found)
+            dtype = setting.dtype
+            if dtype is not None:
+                found = splitting.map_tensors(lambda tensor: _as(tensor, dtype), found)
             moved.extend((path, tensor, tensor.detach().clone()) for path, tensor in splitting.named_tensors(found))
             return found
 
@@ -249,11 +252,13 @@ class Bench:
                 return reason
             look_at_moved()
             trial.state = None if look is None else look(engine.model)  # the engine takes buffers back afterwards
-            trial.gradients = {
-                name: _on_host(parameter.grad)
+            found = {
+                name: parameter.grad
                 for name, parameter in engine.model.named_parameters()
                 if parameter.grad is not None and name in self._owned
             }
+            trial.gradients = {name: _on_host(gradient) for name, gradient in found.items()}
+            trial.coarsest = agreement.coarsest([gradient.dtype.to_real() for gradient in found.values()])
             return COMPARED
 
         engine.runner.hooks = replace(own, move=move, decide=decide)
@@ -319,7 +324,21 @@ def _copied(parts: Sequence[Any]) -> Sequence[Any]:
         return parts
 
 
-def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert weights and buffers, complex ones as well, which ``Module.double`` leaves as they are."""
+    model.double() if dtype == torch.float64 else model.float()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_complex():
+                parameter.data = _as(parameter.data, dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_complex():
+                setattr(module, name, _as(buffer, dtype))
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 

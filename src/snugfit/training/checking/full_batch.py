@@ -13,7 +13,7 @@ from torch import nn
 from snugfit.errors import PlanError
 from snugfit.jobs import Loss
 from snugfit.training.checking import alternatives, coupling, hazards
-from snugfit.training.checking.agreement import PARTLY_FLOAT32, TOLERANCES, Tolerance, errors, loss_error
+from snugfit.training.checking.agreement import PARTLY_FLOAT32, TOLERANCES, Tolerance, coarsest, errors, loss_error
 from snugfit.training.checking.comparison import Bench, Setting, Trial, losses_of, raised, short, too_large
 from snugfit.training.checking.divisions import Division, verdict
 from snugfit.training.checking.hazards import Hazard
@@ -114,7 +114,8 @@ def compare(bench: Bench, batch: Any, model: nn.Module) -> Comparison:
         if split.ran_out_of_memory:
             raise too_large(split.error, f"a micro-batch of {size} samples") from split.error
         raise raised(split.error, f"with micro_batch_size={size}, though not with the whole batch") from split.error
-    result.tolerance = _tolerance((one.observer.lowest for one in watched), setting)
+    summed_in = full.coarsest, split.coarsest
+    result.tolerance = _tolerance([*summed_in, *(one.observer.lowest for one in watched)], setting)
     _say_what_was_random(full.drawn | split.drawn, result)
     for path in dict.fromkeys([*full.changed, *split.changed]):
         result.hazards.append(_changed(path))
@@ -210,10 +211,10 @@ def _remarks(setting: Setting, size: int | None, bench: Bench, last: Exception |
 
 def _tolerance(types: Iterable[torch.dtype], setting: Setting) -> Tolerance:
     """That of the coarsest type that took part."""
-    coarsest = max([*types, setting.dtype or torch.float32], key=lambda dtype: torch.finfo(dtype).eps)
-    if setting.dtype == torch.float64 and coarsest == torch.float32:
+    found = coarsest([*types, setting.dtype or torch.float32])
+    if setting.dtype == torch.float64 and found == torch.float32:
         return PARTLY_FLOAT32
-    return TOLERANCES.get(coarsest, TOLERANCES[torch.bfloat16])
+    return TOLERANCES.get(found, TOLERANCES[torch.bfloat16])
 
 
 def _reasons(
