@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 sys.path.insert(0, str(Path(__file__).parent))
 
 from models import WIDTH, LinearStack, Weight, mean_product, regression_batch
-from snugfit import DeviceMemoryError, Loss, NonFiniteError, Plan, PlanError, UnsupportedError
+from snugfit import Loss, NonFiniteError, Plan, PlanError, UnsupportedError
 from snugfit.training import distributed
 from snugfit.training.engine import Engine
 from tolerances import FLOAT64
@@ -200,23 +200,6 @@ def test_c022_the_scheduler_moves_once_per_update_on_two_ranks_too(ranks):
     assert ranks["c022"] == [[1.0, 0.75, 0.5, 0.25, 0.0]] * RANKS
 
 
-def out_of_memory(rank):
-    def loss(model, micro_batch):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    engine, _ = engine_of(Weight(), loss)
-    try:
-        engine.step(torch.ones(4))
-    except DeviceMemoryError as error:
-        return str(error)
-    return ""
-
-
-def test_an_out_of_memory_error_under_ddp_is_named_and_not_retried(ranks):
-    for message in ranks["out_of_memory"]:
-        assert "DDP" in message
-
-
 def test_one_process_is_one_rank_and_agrees_with_itself():
     assert distributed.world_size() == 1
     distributed.check_ranks(LinearStack())
@@ -301,60 +284,6 @@ def test_c045_all_ranks_skip_the_window_in_which_one_has_a_nan(ranks):
         assert found == ["non-finite gradient", 1.0, 0, 0, None, 2.75, 1]
 
 
-class Buffered(Weight):
-    """A weight with a buffer, which DDP sends in its forwards."""
-
-    def __init__(self):
-        super().__init__(0.0)
-        self.register_buffer("nothing", torch.zeros(1))
-
-
-def failing(rank):
-    """One rank's loss function brings nothing, or raises, in some micro-batches of a window."""
-    found = []
-    for how, failing_window, failing_steps, make, settings in (
-        ("nothing", 0, (0,), Weight, {}),
-        ("nothing", 1, (1,), Weight, {}),
-        ("nothing", 1, (0, 1), Buffered, {}),
-        ("an error", 0, (1,), Weight, {}),
-        ("an error", 1, (0,), Buffered, {}),
-        ("an error", 0, (0,), Weight, {"plan": Plan(batch_size=4, micro_batch_size=1, world_size=2, sync="micro")}),
-        ("an error inside", 1, (1,), Weight, {}),
-    ):
-        present = iter([])
-
-        def loss(model, x):
-            is_failing = rank == 1 and next(present)  # noqa: B023  (of the window that runs)
-            if how == "an error inside" and is_failing:  # noqa: B023
-                model(None)
-            if how == "nothing" and is_failing:  # noqa: B023
-                return None
-            value = model(x).mean()
-            if is_failing:
-                raise KeyError("nothing to see")
-            return value
-
-        model = make()
-        engine, _ = engine_of(model, loss, **settings)
-        with torch.no_grad():
-            model.w.zero_()
-        errors = []
-        for window in range(3):
-            present = iter([window == failing_window and i in failing_steps for i in range(2)])
-            try:
-                engine.step_window([torch.tensor([x]) for x in [(1.0, 3.0), (2.0, 5.0)][rank]])
-            except (PlanError, KeyError, TypeError) as error:
-                errors.append((window, type(error).__name__))
-        engine.check_ranks()
-        found.append([errors == [(failing_window, errors[0][1])], engine.step_count, float(model.w)])
-    return found
-
-
-def test_c045_what_fails_in_the_loss_function_of_one_rank_is_raised_by_all_and_the_next_window_is_right(ranks):
-    for found in ranks["failing"]:
-        assert found == [[True, 2, -2 * 2.75]] * 7
-
-
 def static_graph(rank):
     model = Weight()
     wrapped = DistributedDataParallel(model, static_graph=True)
@@ -369,4 +298,15 @@ def test_ddp_that_fixes_its_reductions_is_refused_by_name_and_any_other_is_given
     assert ranks["static_graph"] == [[False, True]] * RANKS
 
 
-SCENARIOS = (c003, c022, c109, c111, uneven, drifting, out_of_memory, c045, pooled, diagnosed, static_graph, failing)
+SCENARIOS = (
+    c003,
+    c022,
+    c109,
+    c111,
+    uneven,
+    drifting,
+    c045,
+    pooled,
+    diagnosed,
+    static_graph,
+)

@@ -4,13 +4,14 @@ Entry point: ``RankErrors``, of one window. Errors of a single process, or of al
 of this; what they say is ``failures``'s.
 
 NOTE [What a rank with an error still does]
-1. A loss function that raises, or returns no loss, on one rank leaves the others waiting in the reduction of gradients.
-   So the error is kept, the micro-batch brings no gradient, and the rank takes part in all that the others wait for.
+1. A loss function that raises, or returns no loss, or a backward that breaks off on one rank leaves the others waiting
+   in the reduction of gradients. So the error is kept, the micro-batch brings no gradient or a part of one, and the
+   rank takes part in all that the others wait for: DDP is given a 0 for each parameter that was not reached.
 2. At the window's end a number that ranks send each other anyway says how many have kept an error. All ranks raise
    then, before any update: those with an error theirs, the others one that says so.
-3. What a rank cannot make up for is raised at once, and the others wait for their time limit: an error in a backward or
-   in a loop by hand, one in the forward of a model with buffers, which DDP sends; and one of every micro-batch of a
-   window in which the others count several things.
+3. What a rank cannot make up for is raised at once, and the others wait for their time limit: an error in a loop by
+   hand, one in the forward of a model with buffers, which DDP sends, one in a backward in which DDP looks for unused
+   parameters; and one of every micro-batch of a window in which the others count several things.
 """
 
 import traceback
@@ -35,7 +36,7 @@ class RankErrors:
         """Keep an error, the first of the window, until all ranks are told; without the tensors of its frames.
 
         Args:
-            error: Of the loss function.
+            error: Of the loss function, or of a backward.
             better: What says it better, or None.
         """
         traceback.clear_frames(error.__traceback__)
@@ -65,8 +66,8 @@ class RankErrors:
         if number:
             raise PlanError(
                 "a window failed on another rank, so no rank updates from it",
-                got=f"an error in the loss function on {number} of {self._ranks} ranks, not on this one",
-                expected="a loss on every rank",
+                got=f"an error in a forward or backward on {number} of {self._ranks} ranks, not on this one",
+                expected="a loss and its gradient on every rank",
                 hint="look at the error that the other rank raises",
             )
         return refusals > 0

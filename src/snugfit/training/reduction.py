@@ -9,7 +9,7 @@ NOTE [A parameter that the last micro-step does not reach]
    or on all, and nothing says so before the next forward.
 2. A gradient that backward added to is another tensor than before or has another version. The parameters for which
    neither holds are sent a gradient of 0 then, so that DDP counts them: what earlier micro-batches summed is reduced
-   as it should be, on every rank by itself and without a message more.
+   as it should be, on every rank by itself and without a message more. So it is where a backward broke off.
 3. With ``find_unused_parameters`` DDP looks for them itself, in the graph of the last forward.
 4. Whether it reduces at all is settled in its forward: of one that ran before the micro-step, or past DDP, the
    gradients are reduced once too often or not at all, and the ranks drift apart.
@@ -59,15 +59,24 @@ class Reached:
                     version = 0 if gradient is None else gradient._version
                     self._before.append((name, parameter, gradient, version))
 
-    def complete(self) -> None:
-        """Let DDP reduce what it waits for."""
+    @property
+    def can_complete(self) -> bool:
+        """Whether that can be known of a backward that broke off."""
+        return not self._finds_them
+
+    def complete(self, *, is_whole: bool = True) -> None:
+        """Let DDP reduce what it waits for.
+
+        Args:
+            is_whole: Whether the backward reached its end.
+        """
         left = [
             (name, parameter, gradient)
             for name, parameter, gradient, version in self._before
             if parameter.grad is gradient and (gradient is None or gradient._version == version)
         ]
         self._before = []
-        unused = [name for name, _, gradient in left if gradient is None]
+        unused = [name for name, _, gradient in left if gradient is None and is_whole]
         if unused:
             more = f" and {len(unused) - 1} others" if len(unused) > 1 else ""
             warn(

@@ -91,6 +91,7 @@ class Window:
         self._watch, self._sums = gradients.Watch(), wide_sums.WideSums()
         self._forwards, self._errors = reduction.Forwards(model), RankErrors(ranks)
         self._is_folded = self._reduces = False
+        self._reached: reduction.Reached | None = None  # of a backward under way in which ranks reduce
         self._guard = commit.Guard(optimizers)
         self._first: First | None = None
         self._index = -1
@@ -231,16 +232,35 @@ class Window:
         # DDP reduces within one backward that reaches everything, so several go past it
         aside = self._reduces and not (complete and len(calls) == 1 and calls[0][::2] == (0, None))
         with precision.of_backward(self._device_type, self._loss_scale):
-            while calls:
-                k, tensor, inputs = calls.pop(0)
-                if self._loss_scale is not None:
-                    tensor = tensor * self._loss_scale
-                with self._sets.summed_in(k) if k else nullcontext():
-                    self._differentiate(tensor, inputs, retain=bool(calls), aside=aside)
-                del tensor
+            try:
+                self._differentiate_all(calls, aside=aside)
+            except Exception as error:
+                calls.clear()
+                if not (complete and self._goes_on_behind(error)):
+                    raise
             if aside and complete:
                 self._reduce()
         self._watch.look(self._trained)
+
+    def _differentiate_all(self, calls: list[tuple[int, Tensor, list[Tensor] | None]], *, aside: bool) -> None:
+        """Add the gradients of weighted losses, each to its set of gradients; the list is emptied."""
+        while calls:
+            k, tensor, inputs = calls.pop(0)
+            if self._loss_scale is not None:
+                tensor = tensor * self._loss_scale
+            with self._sets.summed_in(k) if k else nullcontext():
+                self._differentiate(tensor, inputs, retain=bool(calls), aside=aside)
+            del tensor
+
+    def _goes_on_behind(self, error: Exception) -> bool:
+        """Take part in what other ranks wait for although a backward failed, if it can be; see ``RankErrors``."""
+        if self._ranks == 1 or (self._reached is not None and not self._reached.can_complete):
+            return False
+        self._errors.keep(error, None)
+        if self._reached is not None:
+            self._reached.complete(is_whole=False)
+            self._reached = None
+        return True
 
     def finish(self) -> Outcome:
         """Average and unscale the gradients, then clip and update, or skip and say why."""
@@ -317,10 +337,11 @@ class Window:
                 everything = [p for p in self._model.parameters() if p.requires_grad]
                 gradients.add(tensor, everything if inputs is None else inputs, retain_graph=retain)
                 return
-            reached = reduction.Reached(self._model) if self._reduces else None
+            self._reached = reduction.Reached(self._model) if self._reduces else None
             torch.autograd.backward(tensor, retain_graph=retain, inputs=inputs)
-            if reached is not None:
-                reached.complete()
+            if self._reached is not None:
+                self._reached.complete()
+                self._reached = None
         except RuntimeError as error:
             better = failures.of_backward(error, self._index)
             if better is None:
