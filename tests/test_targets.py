@@ -134,6 +134,25 @@ def test_every_way_to_return_a_job_is_taken(tmp_path, source):
     assert isinstance(load_target(str(write(tmp_path, source))), Job)
 
 
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("x = torch.ones(1, requires_grad=True)\nfor _ in range(2):\n    x.sum().backward()", 2),
+        ("def step(x):\n    x.sum().backward()\ndef main():\n    step(torch.ones(1, requires_grad=True))\nmain()", 5),
+        ("def main():\n    torch.ones(1).backward()\nif __name__ == '__main__':\n    main()", None),
+        ("class Own:\n    def backward(self):\n        return self\n    def run(self):\n        self.backward()", None),
+    ],
+    ids=["loop", "call", "guarded", "class"],
+)
+def test_a_file_that_trains_while_it_is_imported_is_said_to(tmp_path, source, line, recwarn):
+    path = write(tmp_path, f"{source}\ndef job():\n    return make()")
+    load_target(str(path))
+    before = path.read_text().splitlines().index(source.splitlines()[0])
+    said = [str(one.message) for one in recwarn if "trains when it is imported" in str(one.message)]
+    assert len(said) == (line is not None)
+    assert line is None or f"(line {before + line})" in said[0]
+
+
 def test_a_file_reads_no_other_command_line_than_its_own(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["snugfit", "plan", "training.py", "--budget", "5GiB"])
     parsed = "argparse.ArgumentParser().parse_args()"
@@ -176,6 +195,7 @@ def test_a_file_without_a_job_is_shown_one_that_can_be_copied(tmp_path):
         model = Net(image=64)
         optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
         loss = F.cross_entropy(model(None), None)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
         nn.utils.clip_grad_norm_(model.parameters(), 1.5)
     """
     path = tmp_path / "training.py"
@@ -189,6 +209,7 @@ def test_a_file_without_a_job_is_shown_one_that_can_be_copied(tmp_path):
     assert type(found.model()).__name__ == "Net"
     assert (type(optimizer), optimizer.defaults["momentum"]) == (torch.optim.SGD, 0.9)
     assert found.max_grad_norm == 1.5
+    assert (found.scheduler(optimizer).step_size, found.scheduler(optimizer).gamma) == (3, 0.5)
     assert found.loss(found.model(), found.batch(2)).dim() == 0
 
 
@@ -199,7 +220,35 @@ def test_a_file_of_transformers_is_shown_its_own_loss(tmp_path):
         load_target(str(path))
     assert "lambda: YourModel()," in caught.value.hint
     assert "lambda model, batch: model(**batch).loss," in caught.value.hint
+    assert "attention_mask" not in caught.value.hint
     assert max(map(len, caught.value.hint.splitlines()[1:])) <= 100
+
+
+def test_what_only_the_running_file_knows_is_left_to_the_reader(tmp_path):
+    source = """
+    import torch
+    from transformers import get_linear_schedule_with_warmup
+
+    def main(groups, total):
+        optimizer = torch.optim.AdamW(groups, lr=1e-4)
+        schedule = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=10, num_training_steps=total)
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
+    """
+    path = tmp_path / "training.py"
+    path.write_text(textwrap.dedent(source))
+    with pytest.raises(PlanError) as caught:
+        load_target(str(path))
+    shown = textwrap.dedent(caught.value.hint.partition("\n")[2])
+    assert "# the file gives it groups of parameters" in shown
+    made = "get_linear_schedule_with_warmup(optimizer, num_warmup_steps=10, num_training_steps=...)"
+    assert f"# scheduler=lambda optimizer: {made}," in shown
+    path.write_text(f"{path.read_text()}\n{shown}\n")
+    batch = load_target(str(path)).batch(3)
+    assert {name: (tuple(value.shape), int(value.sum())) for name, value in batch.items()} == {
+        "input_ids": ((3, 128), 0),
+        "attention_mask": ((3, 128), 3 * 128),
+        "labels": ((3, 128), 0),
+    }
 
 
 def test_only_a_config_takes_a_task(tmp_path):

@@ -1,7 +1,8 @@
 """A function ``job()`` to copy into a training file that has none, made of what the file holds.
 
-Entry point: ``example``. The model's class, the optimizer, the loss and the limit of gradients are found by their names
-in the source, nothing is run; shapes of a batch are left to the reader.
+Entry point: ``example``. The model's class, the optimizer, its scheduler, the loss and the limit of gradients are found
+by their names in the source, nothing is run; shapes of a batch are left to the reader, and so is what only the running
+file knows, such as parameter groups.
 """
 
 import ast
@@ -15,10 +16,10 @@ from torch import nn
 _MODEL = "YourModel()"
 _OPTIMIZER = "torch.optim.AdamW(model.parameters(), lr=1e-4)"
 _LOSSES = ("cross_entropy", "mse_loss", "binary_cross_entropy_with_logits", "nll_loss", "l1_loss", "smooth_l1_loss")
-_OF_TRANSFORMERS = (
-    "model(**batch).loss",
-    'dict.fromkeys(("input_ids", "labels"), torch.zeros(n, 128).long())',
-)
+_OF_TRANSFORMERS = "model(**batch).loss"
+_LONG = {"input_ids": "zeros", "attention_mask": "ones", "token_type_ids": "zeros", "labels": "zeros"}
+"What models of transformers are given, of those that a file names; ids and labels always."
+_GROUPS = "\n        # the file gives it groups of parameters: write them in place of model.parameters()"
 _OF_ANY_NUMBER = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _EXAMPLE = """\
 def job():
@@ -30,7 +31,7 @@ def job():
         lambda: {model},
         # a mean over the samples or tokens of a batch
         lambda model, batch: {loss},
-        lambda model: {optimizer},
+        lambda model: {optimizer},{groups}
         # an example of n samples: write your own names and shapes
         lambda n: {batch},{more}
     )"""
@@ -45,13 +46,15 @@ def example(module: ModuleType, source: str) -> str:
     """
     calls = list(_calls(ast.parse(source)))
     loss, batch = _loss_and_batch(calls, source)
-    limit = next(_limits(calls), None)
+    optimizer, has_groups = next(_optimizers(calls), (_OPTIMIZER, False))
+    more = [f"max_grad_norm={limit!r}," for limit in _limits(calls)][:1] + list(_schedulers(module, calls))[:1]
     return _EXAMPLE.format(
         model=_model(module, calls),
         loss=loss,
-        optimizer=next(_optimizers(calls), _OPTIMIZER),
+        optimizer=optimizer,
+        groups=_GROUPS if has_groups else "",
         batch=batch,
-        more="" if limit is None else f"\n        max_grad_norm={limit!r},",
+        more="".join(f"\n        {line}" for line in more),
     )
 
 
@@ -80,19 +83,44 @@ def _name(call: ast.Call) -> str:
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
-def _optimizers(calls: list[ast.Call]) -> Iterator[str]:
+def _optimizers(calls: list[ast.Call]) -> Iterator[tuple[str, bool]]:
+    """Calls that make an optimizer, and whether of something else than all parameters of a model."""
     for call in calls:
         kind = getattr(torch.optim, _name(call), None)
         if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer):
             known = [
                 f"{one.arg}={ast.unparse(one.value)}" for one in call.keywords if one.arg and _is_literal(one.value)
             ]
-            yield f"torch.optim.{_name(call)}({', '.join(('model.parameters()', *known))})"
+            first = (
+                call.args[0] if call.args else next((one.value for one in call.keywords if one.arg == "params"), None)
+            )
+            is_whole = isinstance(first, ast.Call) and _name(first) == "parameters"
+            yield f"torch.optim.{_name(call)}({', '.join(('model.parameters()', *known))})", not is_whole
+
+
+def _schedulers(module: ModuleType, calls: list[ast.Call]) -> Iterator[str]:
+    """Lines with a scheduler; as comments where only the running file knows its arguments."""
+    for call in calls:
+        name = _name(call)
+        kind = getattr(torch.optim.lr_scheduler, name, None)
+        if inspect.isclass(kind) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
+            made_by = f"torch.optim.lr_scheduler.{name}"
+        elif name.startswith("get_") and "schedule" in name and name in vars(module):  # transformers' and diffusers'
+            made_by = name
+        else:
+            continue
+        given = [("", value) for value in call.args[1:]] + [(f"{one.arg}=", one.value) for one in call.keywords]
+        given = [(key, value) for key, value in given if key != "optimizer="]
+        shown = [f"{key}{ast.unparse(value) if _is_literal(value) else '...'}" for key, value in given]
+        line = f"scheduler=lambda optimizer: {made_by}({', '.join(('optimizer', *shown))}),"
+        yield line if all(_is_literal(value) for _, value in given) else f"# {line}"
 
 
 def _loss_and_batch(calls: list[ast.Call], source: str) -> tuple[str, str]:
     if "input_ids" in source:
-        return _OF_TRANSFORMERS
+        names = [name for name in _LONG if name in source or name in ("input_ids", "labels")]
+        made = (f'"{name}": torch.{_LONG[name]}(n, 128).long()' for name in names)
+        return _OF_TRANSFORMERS, "{\n" + "".join(f"            {one},\n" for one in made) + "        }"
     found = [_name(call) for call in calls if _name(call) in _LOSSES]
     name = found[0] if found else _LOSSES[0]
     target = "torch.zeros(n, dtype=torch.long)" if name in ("cross_entropy", "nll_loss") else "torch.zeros(n, 1)"

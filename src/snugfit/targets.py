@@ -20,7 +20,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from snugfit import job_example
-from snugfit.errors import PlanError, SnugfitError
+from snugfit.errors import PlanError, SnugfitError, warn
 from snugfit.integrations import known_models
 from snugfit.jobs import Job
 
@@ -279,8 +279,39 @@ def _imported(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     sys.modules[spec.name] = module
+    _warn_of_training(path)
     _guarded(lambda: loader.exec_module(module), f"importing {path.name!r} raised", path)
     return module
+
+
+def _warn_of_training(path: Path) -> None:
+    """Say before a file is imported that this trains, if it does: a loop, or a call of one, that has no guard."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # importing it says where
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    trains, found = set[str](), {"backward"}
+    while not found <= trains:  # each round finds those that call what the rounds before have found
+        trains |= found
+        found = {one.name for one in functions if any(_calls_one_of(trains, node) for node in one.body)}
+    for node in tree.body:
+        is_guard = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
+        if not is_guard and _calls_one_of(trains, node):
+            warn(
+                f"{path.name} trains when it is imported (line {node.lineno}), which is done first here: put that "
+                'under `if __name__ == "__main__":`',
+            )
+            return
+
+
+def _calls_one_of(names: set[str], node: ast.AST) -> bool:
+    """Whether running a statement calls a function or method of one of these names."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
+        return False
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in names:
+        return True
+    return any(_calls_one_of(names, child) for child in ast.iter_child_nodes(node))
 
 
 def _guarded(call: Callable[[], Any], what: str, path: Path) -> Any:
