@@ -120,7 +120,8 @@ def sentences(ways: Iterable[WayOut]) -> list[str]:
             lines.append(f"{way.name}: {_short(way.notes[0])}")
             continue
         verdict = "fits" if way.fits else "does not fit"
-        lines.append(f"{way.name}: {verdict}, {numbers(way)}: {way.change}{_to_type(way)}")
+        why = f", {way.notes[0]}" if way.is_least else ""
+        lines.append(f"{way.name}: {verdict}, {numbers(way)}{why}: {way.change}{_to_type(way)}")
     return lines
 
 

@@ -48,6 +48,10 @@ _NORMS = (
 )
 
 
+_RATE = "the learning rate stays the job's; adapters are usually trained with about ten times that of all weights"
+"Source: LoRA Without Regret (thinkingmachines.ai/blog/lora, 2025); the cookbook of tinker takes 10 as its factor."
+
+
 def row(case: Case) -> WayOut:
     """The row of this way."""
     is_there, lacking = rows.installed("peft")
@@ -76,7 +80,7 @@ def row(case: Case) -> WayOut:
         plan=plan,
         decides=("precision",) if base else (),
         job=job,
-        notes=("it trains other parameters than the job does, with another result",),
+        notes=("it trains other parameters than the job does, with another result", _RATE),
     )
 
 
