@@ -212,7 +212,8 @@ def test_the_fused_row_is_what_tracing_such_a_script_gives():
         return lambda: model(x).pow(2).mean().backward()
 
     traced = snugfit.trace(make_step, CARD)
-    row = rows_of(stack_job(), Plan(batch_size=4, micro_batch_size=4), allow=["fused-backward"])["fused-backward"]
+    plan, options = Plan(batch_size=4, micro_batch_size=4), {"allow": ["fused-backward"], "runs_in_half": False}
+    row = rows_of(stack_job(), plan, **options)["fused-backward"]
     assert row.memory.peak_allocated_bytes == pytest.approx(traced.peak_allocated_bytes, rel=0.01)
 
 
@@ -228,7 +229,7 @@ def test_fused_backward_takes_the_whole_batch_at_once_or_says_that_even_less_doe
 
 def test_fused_backward_says_at_least_where_the_saved_activations_of_the_batch_alone_are_too_large():
     plan = Plan(batch_size=2**20, micro_batch_size=1)
-    row = rows_of(stack_job(), plan, "8GiB", allow=["fused-backward"])["fused-backward"]
+    row = rows_of(stack_job(), plan, "8GiB", allow=["fused-backward"], runs_in_half=False)["fused-backward"]
     # Inputs of 5 layers, and of 4 of them what ReLU keeps is the next one's input: 1 Mi x 1024 x 4 bytes each.
     assert row.needed_bytes > 5 * 4 * sizes.GIB
     assert not row.fits
@@ -298,12 +299,31 @@ def test_a_shard_takes_what_fsdp2_allocates_on_one_of_two_ranks():
 def test_more_cards_are_taken_until_what_is_spread_fits():
     # 16 bytes for each of 6.3 million weights: 96 MiB on one card, beside 0.5 GiB of context and 0.6 of margin.
     plan = Plan(batch_size=64, micro_batch_size=1)
-    rows = [rows_of(stack_job(), plan, f"{mib}MiB", allow=["fsdp"])["fsdp"] for mib in (1400, 1250)]
+    options = {"allow": ["fsdp"], "runs_in_half": False}
+    rows = [rows_of(stack_job(), plan, f"{mib}MiB", **options)["fsdp"] for mib in (1400, 1250)]
     assert all(row.fits for row in rows)
     assert 2 == rows[0].world_size < rows[1].world_size
     assert rows[1].plan.world_size == rows[1].world_size
     assert rows[1].plan.shard == "fsdp"
     assert rows[1].plan.batch_size == 64
+
+
+@pytest.mark.parametrize("name", ["fsdp", "host-offload", "fused-backward"])
+def test_what_is_done_by_hand_is_done_in_the_precision_in_which_the_card_is_fast(name):
+    plan = Plan(batch_size=4096, micro_batch_size=4096)
+    fast, slow = (rows_of(stack_job(), plan, allow=[name], runs_in_half=half)[name] for half in (True, False))
+    assert (fast.plan.precision, slow.plan.precision) == ("bf16-mixed", "32-true")
+    assert fast.step_time_s < slow.step_time_s
+    assert any("torch.autocast(" in line for line in fast.by_hand)
+    assert not any("torch.autocast(" in line for line in slow.by_hand)
+    old = rows_of(stack_job(), plan, device="t4", allow=[name])[name]
+    assert old.plan.precision == "32-true"
+
+
+def test_cards_without_bf16_gather_in_the_type_of_the_plan():
+    plan = Plan(batch_size=8, micro_batch_size=4, precision="16-mixed")
+    row = rows_of(stack_job(), plan, device="t4", allow=["fsdp"])["fsdp"]
+    assert "param_dtype=torch.float16, reduce_dtype=torch.float32" in row.code
 
 
 def test_a_batch_of_one_cannot_be_spread_over_cards():

@@ -66,7 +66,7 @@ def with_8bit_optimizer(job: Job) -> Job:
 
 def row(case: Case) -> WayOut:
     """The row of this way."""
-    step, trace = case.changed(lambda gradient: gradient + 2, needs)
+    step, trace = case.changed(lambda gradient: gradient + 2, needs, is_planned_again=True)
     if not can_convert(step):
         return rows.unknown(
             case, "8bit-optimizer", f"torchao has no 8-bit form of {rows.optimizer_of(step)} as it is used here"

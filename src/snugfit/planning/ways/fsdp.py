@@ -38,6 +38,7 @@ for block in {blocks}:
 fully_shard(model, mp_policy=policy)
 optimizer = {optimizer}"""
 
+_COMPUTE = {"32-true": "float32", "16-mixed": "float16", "bf16-mixed": "bfloat16", "bf16-true": "bfloat16"}
 MOST = 1024
 "Cards, beyond which another way is better."
 
@@ -51,15 +52,15 @@ def row(case: Case) -> WayOut:
     """The row of this way."""
     if case.device.kind == "cpu":
         return rows.unknown(case, "fsdp", "it is worked out for cards only")
-    step = case.step(case.plan)
-    most = min(MOST, step.plan.batch_size)
+    most = min(MOST, case.plan.batch_size)
     if most < 2:
         return rows.unknown(case, "fsdp", "a batch of one sample cannot be shared by cards: take a larger one")
+    step = case.step(case.bfloat16_plan)  # no casts of all weights are kept here: it takes no more than fp32
     num_cards, trace = smallest(step, case.budget_bytes, case.model, most)
     plan = spread(step.plan, num_cards)
     link = links.between(case.device)
     code = CODE.format(
-        compute="float32" if step.compute_itemsize == 4 else "bfloat16",
+        compute=_COMPUTE[step.plan.precision],
         blocks=_container(case.model),
         optimizer=f"{case.loop.optimizer}({case.loop.arguments})" if case.loop.optimizer else "...  # as before",
     )

@@ -26,7 +26,6 @@ from torch.nn.parameter import is_lazy
 
 from snugfit.errors import UnsupportedError
 from snugfit.jobs import Job
-from snugfit.planning import options
 from snugfit.planning.ways import by_hand, recorded_step, rows
 from snugfit.planning.ways.rows import Case, WayOut
 from snugfit.training import build
@@ -57,7 +56,8 @@ def row(case: Case) -> WayOut:
     is_there, lacking = rows.installed("peft")
     if not is_there:
         return rows.unknown(case, "lora", lacking[0])
-    precision = _precision(case)
+    fast = case.fast_plan.precision
+    precision = "bf16-mixed" if fast == "bf16-true" else fast
     base = _HALF.get(precision)
     plan = replace(
         case.plan, precision=precision, fingerprint=None, gradient_dtype="float32", bf16_update="master-weights"
@@ -82,19 +82,6 @@ def row(case: Case) -> WayOut:
         job=job,
         notes=("it trains other parameters than the job does, with another result", _RATE),
     )
-
-
-def _precision(case: Case) -> str:
-    """The mixed precision of the plan, or that in which the device is fast and the step runs; else the plan's."""
-    given = case.plan.precision
-    if not case.runs_in_half:
-        return given
-    if given in _HALF:
-        return given
-    if given == "bf16-true":
-        return "bf16-mixed"
-    fast = options.precisions(case.device, {})[-1].value
-    return str(fast) if fast in _HALF else given
 
 
 def _code(model: nn.Module, names: list[str], base: torch.dtype | None) -> str:

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -16,6 +16,7 @@ from snugfit import hardware
 from snugfit.jobs import Job
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory.traces import Trace
+from snugfit.planning import options
 from snugfit.planning.own_loop import OwnLoop, own_loop
 from snugfit.planning.ways import recorded_step
 from snugfit.planning.ways.recorded_step import RecordedStep
@@ -138,8 +139,27 @@ class Case:
         """Modelled time of the job as it is, where it was traced."""
         return sum(self.any_step().seconds().values()) if self._steps else None
 
+    @property
+    def fast_plan(self) -> Plan:
+        """The plan; where it is one in fp32, in the mixed precision in which the device is fast, if the step runs so.
+
+        What needs least may be fp32 only because autocast keeps casts of all weights, which a way may do without.
+        """
+        if self.plan.precision != "32-true" or not self.runs_in_half:
+            return self.plan
+        return replace(self.plan, precision=options.precisions(self.device, {})[-1].value)
+
+    @property
+    def bfloat16_plan(self) -> Plan:
+        """The same without fp16, whose loss scale not all that is done by hand goes with."""
+        return self.fast_plan if self.fast_plan.precision == "bf16-mixed" else self.plan
+
     def changed(
-        self, per_trained: Callable[[int], int], change: Callable[[RecordedStep], Trace]
+        self,
+        per_trained: Callable[[int], int],
+        change: Callable[[RecordedStep], Trace],
+        *,
+        is_planned_again: bool = False,
     ) -> tuple[RecordedStep, Trace]:
         """The step, as it is and changed; with weights and gradients in bf16 where it does not fit otherwise.
 
@@ -147,12 +167,20 @@ class Case:
             per_trained: Bytes that a trained element takes beside its weight, of the bytes of its gradient: where even
                 this exceeds the budget, the plan itself is not traced.
             change: Makes the changed step.
+            is_planned_again: Whether a precision is chosen anew for the changed job; else mixed precision is taken
+                where it fits and is faster.
         """
         lower = recorded_step.in_bfloat16(self.plan) if self._may_lower() else None
         if lower is None or self._least_bytes(per_trained(4)) <= self.budget_bytes:
             step = self.step(self.plan)
             trace = change(step)
-            if lower is None or self.holds(step, trace):
+            holds = self.holds(step, trace)
+            if holds and self.bfloat16_plan != self.plan and not is_planned_again:
+                other = self.step(self.bfloat16_plan)
+                changed = change(other)
+                if self.holds(other, changed) and sum(other.seconds().values()) < sum(step.seconds().values()):
+                    return other, changed
+            if lower is None or holds:
                 return step, trace
         step = self.step(lower)
         return step, change(step)
