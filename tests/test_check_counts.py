@@ -15,7 +15,7 @@ from models import (
     token_batch,
     token_loss,
 )
-from snugfit import Engine, Job, Loss, Plan, check, tokens
+from snugfit import BatchError, Engine, Job, Loss, Plan, check, tokens
 
 
 @pytest.mark.parametrize("fixed", [1, 8])
@@ -162,3 +162,52 @@ def test_an_example_that_cannot_show_a_wrong_count_is_remarked_on(count):
     batch = token_batch(6)
     report = check(Job(Transformer, token_loss, sgd, batch, count=tokens()), plan, "cpu")
     assert not any("could not show" in line for line in report.assumptions)
+
+
+def detection_batch(num):
+    labels = [{"boxes": torch.full((1 + i % 3, 4), float(i))} for i in range(num)]
+    return {"x": torch.linspace(-1, 1, 4 * num).view(num, 4), "labels": labels}
+
+
+def box_loss(model, batch):
+    """A mean over boxes, of which samples have different numbers."""
+    scores = model(batch["x"])
+    pairs = [(scores[i] - target["boxes"]).square() for i, target in enumerate(batch["labels"])]
+    return torch.cat(pairs).mean()
+
+
+def cut_lists(batch, size):
+    return [{key: value[i : i + size] for key, value in batch.items()} for i in range(0, len(batch["x"]), size)]
+
+
+@pytest.mark.parametrize(
+    ("count", "kinds"),
+    [
+        (lambda batch: sum(len(target["boxes"]) for target in batch["labels"]), []),
+        (lambda batch: len(batch["x"]), ["wrong-count"]),
+    ],
+    ids=["boxes", "samples"],
+)
+def test_a_job_that_is_cut_by_hand_is_judged_though_snugfit_cannot_count_its_samples(count, kinds):
+    job = Job(lambda: torch.nn.Linear(4, 4), box_loss, sgd, detection_batch(5), split=cut_lists, count=count)
+    report = check(job, Plan(batch_size=5, micro_batch_size=2), "cpu")
+    assert [hazard.kind for hazard in report.hazards] == kinds
+    assert report.ok == (not kinds)
+
+
+def test_values_that_are_not_finite_are_named_in_a_job_that_is_cut_by_hand():
+    batch = detection_batch(4)
+    batch["x"][1] = float("nan")
+    count = lambda part: len(part["x"])  # noqa: E731
+    job = Job(lambda: torch.nn.Linear(4, 4), box_loss, sgd, batch, split=cut_lists, count=count)
+    assert [hazard.kind for hazard in check(job, Plan(batch_size=4, micro_batch_size=2), "cpu").hazards] == [
+        "non-finite-data"
+    ]
+
+
+def test_what_is_cut_by_hand_and_cannot_be_counted_is_told_to_pass_a_count():
+    job = Job(lambda: torch.nn.Linear(4, 4), box_loss, sgd, detection_batch(4), split=cut_lists)
+    with pytest.raises(BatchError, match="did not cut cannot be counted") as caught:
+        check(job, Plan(batch_size=4, micro_batch_size=2), "cpu")
+    assert caught.value.hint.startswith("pass count=")
+    assert "split=" not in caught.value.hint

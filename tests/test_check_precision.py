@@ -284,3 +284,21 @@ def test_a_kernel_that_this_cpu_lacks_is_said_to_be_one_of_its_own():
     report = check(*regression(lambda: nn.Linear(WIDTH, WIDTH), loss, precision="16-mixed"), "cpu")
     assert [hazard.kind for hazard in report.hazards] == ["fails-in-precision"]
     assert "the CPU of this machine has no kernel" in report.hazards[0].message
+
+
+def test_what_is_not_finite_in_float64_alone_is_judged_in_float32():
+    def loss(model, batch):
+        scores = model(batch["x"])
+        least = torch.full_like(scores, torch.finfo(scores.dtype).min).float()  # a mask: -inf where it was float64
+        return F.mse_loss(scores, batch["y"]) + 0.0 * (scores.float() * (least / 1e10)).mean()
+
+    report = check(*regression(LinearStack, loss), "cpu")
+    assert report.ok
+    assert any("in float64, which training does not use" in line for line in report.assumptions)
+
+
+def test_what_is_finite_in_no_type_is_still_named():
+    def loss(model, batch):
+        return F.mse_loss(model(batch["x"]), batch["y"]) * math.inf
+
+    assert found(*regression(LinearStack, loss)) == ["non-finite-gradient"]

@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 
+import snugfit
 from models import (
     WIDTH,
     Block,
@@ -423,6 +424,44 @@ def test_blocks_are_the_repeated_containers_and_of_several_all_that_matter():
 
     names = [segment.modules for segment in blocks(EncoderDecoder())]
     assert names == [("encoder.0",), ("encoder.1",), ("encoder.2",), ("decoder.0",), ("decoder.1",)]
+
+
+class Staged(nn.Module):
+    """A list of stages, each a list of blocks, as in PVT."""
+
+    def __init__(self, depths=(3, 2)):
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(Block(4) for _ in range(depth)) for depth in depths)
+
+    def forward(self, x):
+        for stage in self.stages:
+            for block in stage:
+                x = block(x)
+        return x
+
+
+def test_blocks_of_a_list_of_lists_are_the_modules_that_run():
+    model = Staged()
+    twin = copy.deepcopy(model)
+    names = [segment.modules[0] for segment in blocks(model)]
+    assert names == ["stages.0.0", "stages.0.1", "stages.0.2", "stages.1.0", "stages.1.1"]
+    apply(model, blocks(model))
+    assert same_gradients(model, twin, lambda one: one(torch.ones(2, 4)).square().sum())
+    assert [len(segment.modules) for segment in segments(Staged(), 2)] == [1, 2, 1, 1]
+
+
+def test_a_plan_recomputes_the_modules_that_run_in_a_list_of_lists():
+    job = Job(
+        lambda: Staged((6, 6)),
+        lambda model, batch: model(batch["x"]).square().mean(),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda n: {"x": torch.ones(n, 4)},
+    )
+    whole = estimate(job, Plan(batch_size=4096, micro_batch_size=4096), "cpu")
+    found = snugfit.plan(job, "cpu", 4096, budget=whole.needed_bytes // 2, fixed={"micro_batch_size": 4096})
+    names = {name for segment in found.plan.recompute for name in segment.modules}
+    assert names
+    assert all(name.count(".") >= 2 for name in names)
 
 
 def test_blocks_of_a_bert_are_its_layers():

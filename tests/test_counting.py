@@ -125,6 +125,32 @@ def test_the_tokens_of_a_causal_model_of_transformers_are_inferred_and_said(wrap
         assert settled(UNSAID, wrap(gpt2()), {"labels": LABELS}) == tokens(shift=True)
 
 
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("BartForCausalLM", {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 8, "d_model": 8}),
+        ("XLNetLMHeadModel", {"n_layer": 1, "n_head": 2, "d_inner": 8, "d_model": 8}),
+        ("XLMWithLMHeadModel", {"n_layers": 1, "n_heads": 2, "emb_dim": 8}),
+    ],
+)
+def test_a_model_that_is_called_causal_but_compares_labels_where_they_are_is_not_counted_shifted(kind, config):
+    transformers = pytest.importorskip("transformers")
+    model_class = getattr(transformers, kind)
+    model = model_class(model_class.config_class(vocab_size=16, pad_token_id=0, bos_token_id=1, **config))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert settled(UNSAID, model, {"labels": LABELS}) == "samples"
+
+
+def test_an_own_class_of_a_causal_model_is_counted_as_that_model():
+    class OwnForCausalLM(GPT2LMHeadModel):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    with pytest.warns(UserWarning, match="count inferred"):
+        assert settled(UNSAID, OwnForCausalLM(gpt2().config), {"labels": LABELS}) == tokens(shift=True)
+
+
 def test_what_was_said_is_never_inferred():
     batch = {"labels": LABELS.clamp(min=0)}
     assert settled("samples", gpt2(), batch) == "samples"

@@ -353,6 +353,8 @@ CONVOLUTIONS = {
     "one small image, unfolded": ((1, 16, 32, 32), (32, 16, 3, 3), {"padding": 1}),
     "depthwise": ((4, 64, 32, 32), (64, 1, 3, 3), {"padding": 1, "groups": 64}),
     "depthwise with a wide kernel": ((4, 64, 32, 32), (64, 1, 7, 7), {"padding": 3, "groups": 64}),
+    "depthwise, fewer lines than the kernel": ((8, 64, 2, 16), (64, 1, 3, 3), {"padding": 1, "groups": 64}),
+    "depthwise, fewer columns than the kernel": ((8, 64, 16, 2), (64, 1, 3, 3), {"padding": 1, "groups": 64}),
     "grouped": ((4, 64, 32, 32), (64, 16, 3, 3), {"padding": 1, "groups": 4}),
     "transposed": ((4, 64, 16, 16), (64, 32, 2, 2), {"stride": 2, "transposed": True}),
     "transposed, channels filled up": ((4, 24, 16, 16), (24, 40, 2, 2), {"stride": 2, "transposed": True}),
@@ -389,6 +391,8 @@ def test_a_convolution_allocates_inside_what_its_rule_says(name, dtype, format):
     dims = len(input_shape) - 2
     if format is torch.channels_last and (dims != 2 or name.startswith(_ONLY_CONTIGUOUS)):
         pytest.skip("channels_last is of two dimensions; of these only scratchpads of up to 1 MiB differ")
+    if format is torch.contiguous_format and "fewer lines" in name:
+        pytest.skip("in blocks such an image takes less than the rule says")
     input = real(*input_shape, dtype=dtype).contiguous(memory_format=format)
     weight = real(*weight_shape, dtype=dtype).contiguous(memory_format=format)
     out_channels = weight_shape[1] if settings.get("transposed") else weight_shape[0]

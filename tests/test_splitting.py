@@ -179,3 +179,23 @@ def test_an_example_is_cut_or_repeated_to_another_size():
     assert resize(batch, 5)["names"] == ["a", "b", "c", "a", "b"]
     assert resize(batch, 3) is batch
     assert resize(batch, 5)["table"] is table  # still shared, for the batch is still to be cut
+
+
+def boxes(num):
+    return {"x": torch.ones(num, 2), "labels": [{"boxes": torch.ones(1 + i, 4)} for i in range(num)]}
+
+
+def test_a_list_of_tensors_with_an_entry_for_each_sample_has_a_hint_that_works():
+    with pytest.raises(BatchError, match="disagree") as caught:
+        split(boxes(3), 2)
+    assert "Shared" not in caught.value.hint
+    settings = eval(f"dict({caught.value.hint.partition('pass ')[2]})")
+    parts = settings["split"](boxes(3), 2)
+    assert [settings["count"](part) for part in parts] == [2, 1] == [len(part["x"]) for part in parts]
+
+
+def test_such_a_list_inside_of_a_tuple_has_a_hint_without_keys():
+    with pytest.raises(BatchError, match="disagree") as caught:
+        split((torch.ones(3, 2), [torch.ones(1, 4), torch.ones(2, 4), torch.ones(1, 4)]), 2)
+    assert caught.value.hint.startswith("batch[1] has an entry of tensors for each sample: pass count=lambda")
+    assert "len(micro_batch[1])" in caught.value.hint

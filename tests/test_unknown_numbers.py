@@ -4,11 +4,12 @@ import math
 
 import numpy
 import pytest
+import scipy.optimize
 import torch
 from torch import nn
 
 import snugfit
-from snugfit.memory.known_values import assumed_values
+from snugfit.memory.known_values import assumed_values, reading
 
 CARD = "rtx-3090"
 
@@ -72,6 +73,64 @@ def test_a_number_is_said_to_be_taken_as_one_where_no_stand_in_can_refuse(use):
     assert "nobody knows" in sentence
     assert "the branch for that value is what was traced" in sentence
     assert "test_unknown_numbers.py:" in sentence
+
+
+def normal(model, batch):
+    mean, spread = model(batch["x"]).chunk(2, dim=-1)
+    return -torch.distributions.Normal(mean, spread.exp(), validate_args=True).log_prob(batch["y"]).mean()
+
+
+def policy(model, batch):
+    chosen = torch.distributions.Categorical(logits=model(batch["x"]), validate_args=True)
+    return -chosen.log_prob(chosen.sample()).mean()
+
+
+def loss_job(loss):
+    return snugfit.Job(
+        lambda: nn.Linear(8, 8),
+        loss,
+        lambda model: torch.optim.AdamW(model.parameters()),
+        lambda n: {"x": torch.randn(n, 8), "y": torch.randn(n, 4)},
+    )
+
+
+@pytest.mark.parametrize(("loss", "sentence"), [(normal, reading.VALID), (policy, "finite")])
+def test_distributions_that_check_their_arguments_are_traced_as_with_valid_ones(loss, sentence):
+    plan = snugfit.Plan(batch_size=64, micro_batch_size=32)
+    predicted, measured = snugfit.estimate(loss_job(loss), plan, "cpu"), snugfit.measure(loss_job(loss), plan, "cpu")
+    assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=0.01)
+    assert any(sentence in line for line in predicted.assumptions)
+    assert snugfit.plan(loss_job(loss), CARD, batch_size=64).plan.micro_batch_size == 64
+
+
+def test_a_known_argument_that_is_not_valid_is_still_found():
+    def loss(model, batch):
+        prior = torch.distributions.Normal(torch.zeros(()), torch.tensor(-1.0), validate_args=True)
+        return -prior.log_prob(model(batch["x"])).mean()
+
+    with pytest.raises(snugfit.UnsupportedError) as caught:
+        snugfit.estimate(loss_job(loss), snugfit.Plan(batch_size=4, micro_batch_size=4), "cpu")
+    assert "found invalid values" in caught.value.got
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda costs: scipy.optimize.linear_sum_assignment(costs),
+        lambda costs: numpy.isnan(costs.numpy()),
+        lambda costs: numpy.log(costs.numpy()),
+    ],
+    ids=["scipy", "isnan", "log"],
+)
+def test_foreign_code_that_cannot_take_unknown_numbers_is_a_refusal_by_name(use):
+    def loss(model, batch):
+        out = model(batch["x"])
+        use(out.detach())
+        return out.square().mean()
+
+    with pytest.raises(snugfit.UnsupportedError, match=r"Job\.loss raised TypeError in the trace") as caught:
+        snugfit.estimate(loss_job(loss), snugfit.Plan(batch_size=8, micro_batch_size=8), "cpu")
+    assert "snugfit.opaque" in caught.value.hint
 
 
 def test_float_says_where_it_was_read_and_which_branch_was_traced():

@@ -103,7 +103,7 @@ def _blocks(module: nn.Module, name: str) -> Iterator[str]:
 
 def _is_block(module: nn.Module) -> bool:
     has_parts = any(True for _ in module.children()) or isinstance(module, nn.RNNBase)
-    return has_parts and any(True for _ in module.parameters())
+    return has_parts and segments.runs(module) and any(True for _ in module.parameters())
 
 
 def _parts(unit: nn.Module) -> list[str]:

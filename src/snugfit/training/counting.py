@@ -4,6 +4,7 @@ Entry points: ``tokens``, ``Counting`` and ``resolve``. Counts are taken on the 
 moves. Weighting gradients by them is ``step``'s.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from snugfit.jobs import Count, is_unsaid
 
 _IGNORED_LABEL = -100
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
+_SHIFTING = {"loss_function", "shift_labels", "shift_logits", "shifted_logits", "shifted_prediction_scores"}
+"What the forwards of transformers 4.43 to 5 name where they compare position i with label i + 1."
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,14 +233,24 @@ def is_doubtful(count: Count, batch: Any) -> bool:
 
 
 def _is_causal(model: nn.Module) -> bool:
-    """Whether a model is one of transformers' that shift their labels themselves, told by its name."""
+    """Whether a model is one of transformers' that shift their labels themselves.
+
+    Told by its name and by what its forward names: decoders of translation models (BART, Pegasus, TrOCR), XLNet and XLM
+    are called alike, and take labels that are shifted already.
+    """
     for name in ("_orig_mod", "module", "_orig_mod"):  # torch.compile and DDP, in either order
         inner = getattr(model, name, None)
         model = inner if isinstance(inner, nn.Module) else model
     unwrap = getattr(model, "get_base_model", None)  # peft
     found = type(model if unwrap is None else unwrap())
     is_theirs = any(kind.__module__.partition(".")[0] == "transformers" for kind in found.__mro__)
-    return is_theirs and any(kind.__name__.endswith(_CAUSAL) for kind in found.__mro__)
+    return is_theirs and any(kind.__name__.endswith(_CAUSAL) and _shifts_labels(kind) for kind in found.__mro__)
+
+
+def _shifts_labels(kind: Any) -> bool:
+    """Whether the forward of a class shifts labels; taken for granted where there is no code to look at."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is None or not _SHIFTING.isdisjoint((*code.co_names, *code.co_varnames))
 
 
 def _entry(batch: Any, key: str | int) -> Any:

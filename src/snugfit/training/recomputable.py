@@ -80,9 +80,9 @@ def listed(segments: Any) -> tuple[Segment, ...]:
 
 
 def _refuse_containers(modules: dict[str, nn.Module]) -> None:
-    """Refuse modules without a forward: a list of blocks is walked through, and never runs itself."""
+    """Refuse modules without a forward."""
     for name, module in modules.items():
-        if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+        if not segments_of.runs(module):
             inside = [f"{name}.{child}" for child, _ in module.named_children()]
             raise PlanError(
                 "a segment names a module that has no forward of its own, so nothing would be recomputed",

@@ -175,6 +175,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
+def runs(module: nn.Module) -> bool:
+    """Whether a module has a forward: a list of blocks is walked through, and never runs itself."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+
 def _chains(model: nn.Module) -> list[tuple[str, ...]]:
     """The repeated containers worth recomputing, as the names of their children."""
     found = _containers(model, at_least=2)
@@ -211,6 +216,8 @@ def _containers(model: nn.Module, at_least: int) -> list[_Container]:
         kinds = {type(child) for child in module.children()}
         is_inside = any(name == other.name or name.startswith(f"{other.name}.") or not other.name for other in found)
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < at_least or len(kinds) != 1:
+            continue
+        if not all(map(runs, module)):  # a list of stages, each a list of blocks
             continue
         if not is_inside:
             prefix = f"{name}." if name else ""

@@ -80,11 +80,15 @@ def samples_or_none(micro_batch: Any) -> int:
         if first is None:
             first = (path, tensor.shape[0])
         elif tensor.shape[0] != first[1]:
+            listed = _listing(micro_batch, "batch", path, first[1])
+            hint = f"wrap what is not per sample in snugfit.Shared, for example {path}, or pass split="
+            if listed is not None:
+                hint = f"{listed} has an entry of tensors for each sample: {_by_hand(micro_batch, listed)}"
             raise BatchError(
                 "the tensors of a batch disagree on the number of samples",
                 got=f"{first[0]} has {first[1]}, {path} has {tensor.shape[0]}",
                 expected="the same first dimension in all tensors",
-                hint=f"wrap what is not per sample in snugfit.Shared, for example {path}, or pass split=",
+                hint=hint,
                 paths=(first[0], path),
                 sizes=(first[1], tensor.shape[0]),
             )
@@ -194,6 +198,24 @@ def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
         return
     for child_path, child in _children(value, path) or ():
         yield from _tensors(child, child_path)
+
+
+def _listing(value: Any, path: str, inner: str, size: int) -> str | None:
+    """The list on the way to a path inside of a batch that has one entry per sample; None where there is none."""
+    for child_path, child in _children(value, path) or ():
+        if inner.startswith((f"{child_path}[", f"{child_path}.")):
+            is_it = isinstance(child, list) and len(child) == size
+            return child_path if is_it else _listing(child, child_path, inner, size)
+    return None
+
+
+def _by_hand(batch: Any, listed: str) -> str:
+    """What to pass for a batch with a list of one entry per sample."""
+    count = f"count=lambda micro_batch: len(micro_{listed})"
+    if not isinstance(batch, Mapping):
+        return f"pass {count} and split=, a function of (batch, size) to a list of micro-batches"
+    cut = "{key: value[i : i + size] for key, value in batch.items()}"
+    return f"pass split=lambda batch, size: [{cut} for i in range(0, len({listed}), size)], {count}"
 
 
 def _is_column(value: Any, size: int) -> bool:

@@ -112,10 +112,27 @@ def counts_of(micro_batches: Sequence[Any], count: Count) -> list[float]:
     sizes = sizes_of(micro_batches)
     if count == "samples" and sizes is not None:
         return [float(size) for size in sizes]
-    counter = counting.resolve(count, splitting.samples_or_none)
     if count == "samples":  # which are not those of a shared tensor
-        return [counter(micro_batch) for micro_batch in micro_batches]
+        return [float(_samples_of_given(micro_batch)) for micro_batch in micro_batches]
+    counter = counting.resolve(count, splitting.samples_or_none)
     return [counter(splitting.bare(micro_batch)) for micro_batch in micro_batches]
+
+
+def _samples_of_given(micro_batch: Any) -> int:
+    """Samples of a micro-batch that snugfit did not cut.
+
+    Raises:
+        BatchError: They cannot be told; the way out is not the one of a batch that is still to be cut.
+    """
+    try:
+        return splitting.samples_or_none(micro_batch)
+    except BatchError as error:
+        raise BatchError(
+            "the samples of a micro-batch that snugfit did not cut cannot be counted",
+            got=f"{error.what}: {error.got}",
+            expected=error.expected,
+            hint="pass count=, a function of such a micro-batch: count=lambda micro_batch: len(micro_batch['labels'])",
+        ) from error
 
 
 def sizes_of(micro_batches: Sequence[Any]) -> tuple[int, ...] | None:

@@ -198,7 +198,7 @@ def _backward(call: Call) -> int:
     if not conv.uses_onednn:
         return gathered + _columns_backward(conv, results, wants_input) + (results if conv.groups > 1 else 0)
     if conv.is_channels_last:
-        dense = _unfolds(conv) and conv.is_depthwise
+        dense = conv.is_depthwise and (_unfolds(conv) or _is_low(conv))
         weights = _dense_groups(conv) if dense else conv.blocked_weight()
         scratchpad = _weight_scratchpad(conv, dense)
         return max(weights + num_bytes(weight) + bias, weights + scratchpad - num_bytes(weight)) + gathered
@@ -244,6 +244,11 @@ def _unfolds(conv: _Convolution) -> bool:
     if conv.is_depthwise:
         return conv.weight.shape[-1] > 3
     return conv.is_plain or (conv.element == 4 and conv.weight.shape[-1] > 14)
+
+
+def _is_low(conv: _Convolution) -> bool:
+    """Whether an image has fewer lines than the kernel, for which channels_last depthwise kernels are missing."""
+    return len(conv.input_shape) > 3 and conv.input_shape[-2] < conv.weight.shape[-2]
 
 
 def _unfolded(conv: _Convolution) -> int:

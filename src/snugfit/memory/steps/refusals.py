@@ -18,6 +18,8 @@ _OURS = ("snugfit", "torch", "contextlib", "functools", "unittest")
 "Packages whose frames lie between the user's line and an operation."
 _COMPILED = ("triton", "bitsandbytes", "flash_attn", "xformers", "apex", "transformer_engine", "liger_kernel")
 "Packages whose kernels take real memory of a card; what they raise is about fake tensors, not about the step."
+_OF_A_TRACE = ("FakeTensor", "dtype('O')", "type Unknown", "inputs could not be safely coerced")
+"What names a trace's own things in a message: its tensors, and arrays of numbers that nobody knows."
 
 _MADE_BY = ("snugfit.training.build", "_made_by")
 "The function that calls those of a job that make something; its ``name`` says which."
@@ -180,7 +182,7 @@ def escaped(error: Exception, op: object, name_of: Callable[[nn.Module], str | N
     is_operations = package in ("torch", *_COMPILED)
     if not is_operations and isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
         is_operations = bool(frames) and not _is_raised_by_python(frames[-1][0], frames[-1][1].tb_lasti)
-    if package == "snugfit" or "FakeTensor" in str(error):
+    if package == "snugfit" or any(sign in str(error) for sign in _OF_A_TRACE):
         is_operations = True
     if not is_operations:
         return error

@@ -1,15 +1,17 @@
 """Counts that a job could have meant, and labels of other lengths, on which counts that are alike can be told apart.
 
-Entry points: ``candidates``, ``ragged`` and ``alike``. Trying them is ``coupling``'s and ``full_batch``'s.
+Entry points: ``countable``, ``ragged`` and ``alike``. Trying them is ``coupling``'s and ``full_batch``'s.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from snugfit.errors import BatchError
 from snugfit.jobs import Count
 from snugfit.training.counting import tokens
 
@@ -17,8 +19,25 @@ _LABELS = ("labels", "label", "targets", "target", "y")
 _MASKS = ("attention_mask", "mask", "loss_mask")
 
 
-def candidates(batch: Any, ignored: int = -100) -> Iterator[tuple[str, Count]]:
-    """Counts that losses are usually means over, by what the user would write."""
+def countable(
+    batch: Any, cut: Callable[[Count], tuple[list[Any], list[float]]], ignored: int = -100
+) -> Iterator[tuple[str, Count, list[Any], list[float]]]:
+    """Counts that losses are usually means over, by what the user would write, with what they cut and count.
+
+    Those that cannot count the micro-batches are left out: what the user's own split makes need not be alike to the
+    batch, and its samples are known to the user alone.
+
+    Args:
+        batch: The batch.
+        cut: Cuts it, and counts its micro-batches by another count than the job's.
+        ignored: Label that the job's count leaves out.
+    """
+    for text, count in _candidates(batch, ignored):
+        with suppress(BatchError):
+            yield text, count, *cut(count)
+
+
+def _candidates(batch: Any, ignored: int) -> Iterator[tuple[str, Count]]:
     for key in keys(batch):
         labels = batch[key]
         other = [] if ignored == -100 else [f"ignore_index={ignored}"]
@@ -76,7 +95,7 @@ def ragged(batch: Any, key: Any, ignored: int) -> Any:
 
 
 def alike(
-    batch: Any, count: Count, weights: Sequence[float], counts_of: Callable[[Count], Sequence[float]]
+    batch: Any, count: Count, weights: Sequence[float], cut: Callable[[Count], tuple[list[Any], list[float]]]
 ) -> list[str]:
     """Other counts that weigh the micro-batches of a batch of token labels as the job's does.
 
@@ -84,14 +103,12 @@ def alike(
         batch: The batch.
         count: The job's.
         weights: See ``ratios``; of the job's count.
-        counts_of: Counts the micro-batches by another one.
+        cut: Cuts it, and counts its micro-batches by another count.
     """
     if not any(batch[key].dim() > 1 for key in keys(batch)):
         return []
-    others = [
-        (text, other) for text, other in candidates(batch, getattr(count, "ignore_index", -100)) if other != count
-    ]
-    return [text for text, other in others if ratios(counts_of(other)) == weights]
+    others = countable(batch, cut, getattr(count, "ignore_index", -100))
+    return [text for text, other, _, counts in others if other != count and ratios(counts) == weights]
 
 
 def ratios(counts: Sequence[float]) -> list[float]:

@@ -98,8 +98,11 @@ def _count_that_helps(
     ignored = getattr(bench.job.count, "ignore_index", -100)
     tried: list[tuple[list[float], bool]] = [(given, False)]
     found: list[tuple[str, Count]] = []
-    for text, count in alternatives.candidates(batch, ignored):
-        parts, counts = bench.cut(batch, micro_batch_size, count)
+
+    def cut(count: Count) -> tuple[list[Any], list[float]]:
+        return bench.cut(batch, micro_batch_size, count)
+
+    for text, count, parts, counts in alternatives.countable(batch, cut, ignored):
         ratios = alternatives.ratios(counts)
         helps = next((helps for seen, helps in tried if seen == ratios), None)
         if helps is None and any(counts):

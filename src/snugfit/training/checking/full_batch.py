@@ -122,7 +122,8 @@ def compare(bench: Bench, batch: Any, model: nn.Module) -> Comparison:
     _look_at_divisions(watched, bench.plan.accumulation_steps, result)
     result.hazards += [_redrawn(name) for name in sorted(full.redrawn | split.redrawn)]
     if not full.is_finite:
-        ignored = any(sum(bench.cut(batch, size, count)[1]) == 0 for _, count in alternatives.candidates(batch))
+        others = alternatives.countable(batch, lambda other: bench.cut(batch, size, other))
+        ignored = any(sum(counts) == 0 for *_, counts in others)
         found = [_nothing_counted(bench)] if ignored else hazards.of_data(batch)
         result.hazards += found or [_not_finite(full, "the full batch")]
         return result
@@ -148,6 +149,7 @@ def _reference(
         Window, how it was run, and the micro-batch size where the full batch did not fit.
     """
     last: Exception | None = None
+    beyond: tuple[Trial, Setting, int | None] | None = None
     for setting, sizes in _settings(bench, model):
         for size in sizes:
             watched.divisions.clear()
@@ -158,8 +160,16 @@ def _reference(
                 names=watched.names,
                 on_loss=watched.note,
             )
+            is_beyond = (
+                setting.dtype == torch.float64 and trial.reason not in ("empty", "no gradients") and not trial.is_finite
+            )
+            if trial.error is None and is_beyond:  # masks of float32's least number, for example, overflow elsewhere
+                beyond = trial, setting, size
+                break
+            if trial.error is None and beyond is not None and not trial.is_finite:
+                return beyond
             if trial.error is None:
-                result.assumptions += _remarks(setting, size, bench, last)
+                result.assumptions += _remarks(setting, size, bench, last, is_beyond=beyond is not None)
                 if size == 1:
                     result.hazards.append(Hazard("not-compared", "", "nothing but single samples fits the device"))
                     return None, setting, None
@@ -167,6 +177,8 @@ def _reference(
             last = trial.error
             if not trial.ran_out_of_memory:
                 break
+    if beyond is not None:
+        return beyond
     assert last is not None
     if Trial(error=last).ran_out_of_memory:
         raise too_large(last, f"a micro-batch of {bench.plan.micro_batch_size} samples") from last
@@ -192,11 +204,12 @@ def _settings(bench: Bench, model: nn.Module) -> Iterator[tuple[Setting, list[in
     yield replace(single, precision=plan.precision, dtype=None), [None, *smaller]
 
 
-def _remarks(setting: Setting, size: int | None, bench: Bench, last: Exception | None) -> list[str]:
+def _remarks(setting: Setting, size: int | None, bench: Bench, last: Exception | None, *, is_beyond: bool) -> list[str]:
     found = []
     if setting.dtype != torch.float64:
         where = "in the plan's precision" if setting.dtype is None else "in float32"
         why = f": what was tried before raised {short(last)}" if last is not None else ""
+        why = ": in float64, which training does not use, the full batch is not finite" if is_beyond else why
         with_recompute = ", with recomputation" if setting.recomputes else ""
         found.append(f"split and full batch were compared {where}{with_recompute}{why}")
     if size is not None and size > bench.plan.micro_batch_size:
@@ -265,9 +278,7 @@ def _compare_ragged(bench: Bench, batch: Any, size: int, setting: Setting, resul
         if not result.agrees:
             result.hazards += _reasons(bench, ragged, size, full, split, setting, result)
         return
-    others = alternatives.alike(
-        batch, count, alternatives.ratios(counts), lambda other: bench.cut(batch, size, other)[1]
-    )
+    others = alternatives.alike(batch, count, alternatives.ratios(counts), lambda other: bench.cut(batch, size, other))
     if others:
         result.assumptions.append(
             f"the micro-batches of the example weigh the same by {', '.join(others)}, so a wrong count could not "
