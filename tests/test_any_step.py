@@ -1,5 +1,6 @@
 """Any step: the families of models, scripts as users write them, loaders, torch.cuda, and what is refused by name."""
 
+import copy
 import random
 import time
 
@@ -716,6 +717,25 @@ def test_packed_sequences_and_ctc_follow_the_lengths_of_the_batch():
 
     snugfit.trace(make_step, CARD)
     assert shapes == [(13, 8), (3, 6, 16)] * 2
+
+
+@pytest.mark.parametrize("device", ["cpu", CARD])
+def test_a_copy_of_a_model_with_counters_is_traced_as_such(device):
+    """BatchNorm counts in a tensor whose number torch remembers: averages of weights, teachers, twins are copies."""
+    counts = []
+
+    def make_step():
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        average = copy.deepcopy(model)
+
+        def step():
+            model(torch.zeros(4, 8)).sum().backward()
+            counts.append([int(each[1].num_batches_tracked) for each in (model, average)])
+
+        return step
+
+    assert snugfit.trace(make_step, device).static_bytes > 0
+    assert counts == [[1, 0], [2, 0]]
 
 
 def test_numbers_that_are_only_logged_are_unknown_and_named(capsys):

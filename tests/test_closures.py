@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from models import ConvBatchNorm, LinearStack, Weight, WithDropout, regression_batch, same_bits, squared_error, state_of
-from snugfit import BatchError, Engine, Job, Loss, NonFiniteError, Plan, PlanError, UnsupportedError, build
+from snugfit import BatchError, Engine, Job, Loss, NonFiniteError, Plan, PlanError, UnsupportedError, build, estimate
 from snugfit.training import closures
 from tolerances import EXACT_VALUE, FLOAT64
 
@@ -314,6 +314,67 @@ def test_c038_precisions_that_a_closure_does_not_go_with_are_refused_at_set_up_w
         assert "loss scale" in caught.value.got
         with pytest.raises(UnsupportedError, match="16-mixed"):
             Engine(model, Closing(model.parameters()), loss=distance, precision=precision)
+
+
+class Sharp(torch.optim.Optimizer):
+    """As SAM is written: a closure that may be left out but is called, and an optimizer inside that moves."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def step(self, closure=None):
+        with torch.enable_grad():
+            closure()
+        moved = [(p, p.grad * 0.5) for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            for p, by in moved:
+                p.add_(by)
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            for p, by in moved:
+                p.sub_(by)
+        self.inner.step()
+
+
+class Required(Sharp):
+    def step(self, closure):
+        super().step(closure)
+
+
+def test_an_optimizer_inside_of_one_with_a_closure_moves_the_weights():
+    def made():
+        torch.manual_seed(0)
+        return LinearStack().double()
+
+    batch = regression_batch(6, torch.float64)
+    model, plain = made(), made()
+    engine = Engine(model, Required(model.parameters()), loss=squared_error, micro_batch_size=2)
+    assert not engine.step(batch).skipped
+
+    optimizer = Sharp(plain.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = squared_error(plain, batch)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=FLOAT64, atol=FLOAT64)
+
+
+def test_an_optimizer_that_calls_the_closure_that_it_may_do_without_is_refused_with_the_way_out():
+    model = Weight(0.0)
+    engine = Engine(model, Sharp(model.parameters()), loss=distance, micro_batch_size=1)
+    with pytest.raises(UnsupportedError, match=r"Sharp.step\(\) needs the closure") as raised:
+        engine.step(torch.tensor([1.0, 2.0]))
+    assert "define it as step(self, closure)" in str(raised.value)
+    job = Job(lambda: Weight(0.0), distance, lambda model: Sharp(model.parameters()), torch.ones(2))
+    with pytest.raises(UnsupportedError, match="needs the closure"):
+        estimate(job, Plan(batch_size=2, micro_batch_size=1), "cpu")
 
 
 def test_a_closure_beside_another_optimizer_is_refused_by_name():

@@ -370,6 +370,8 @@ CONVOLUTIONS = {
     "transposed, few output channels": ((4, 32, 16, 16), (32, 3, 2, 2), {"stride": 2, "transposed": True}),
     "transposed, few input channels": ((8, 3, 16, 16), (3, 32, 3, 3), {"stride": 2, "padding": 1, "transposed": True}),
     "transposed, not strided": ((4, 64, 32, 32), (64, 32, 3, 3), {"padding": 1, "transposed": True}),
+    "three dimensions, as deep as the kernel": ((2, 64, 2, 8, 8), (64, 64, 3, 3, 3), {"padding": 1}),
+    "three dimensions, flat": ((2, 64, 1, 8, 8), (128, 64, 3, 3, 3), {"stride": 2, "padding": 1}),
     "small image, many weights": ((4, 256, 8, 8), (256, 256, 3, 3), {"padding": 1}),
 }
 

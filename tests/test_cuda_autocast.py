@@ -33,7 +33,7 @@ def test_the_lists_are_those_of_the_installed_torch(macro, ours):
     body = re.search(rf"#define {macro}\(_\)((?:.*\\\n)*.*)", text)[1]
     named = {".".join(part.strip() for part in entry.split(",")) for entry in re.findall(r"_\(([^)]*)\)", body)}
     if ours is None:  # what is in no other list
-        registered = {name.removeprefix("aten::") for name in torch_private.autocast_registrations("AutocastCUDA")}
+        registered = set(torch_private.autocast_registrations("AutocastCUDA"))
         ours = registered - autocast.LOWER_PRECISION - autocast.FLOAT32_OUTPUT - autocast.PROMOTE
         ours -= autocast.BANNED | set(autocast.FLOAT32_NORM) | autocast.NOT_IMPOSED
         ours -= {"linalg_matrix_sqrth"}  # registered beside the list in 2.14
@@ -46,6 +46,32 @@ def under_autocast(function, dtype=torch.bfloat16, **options):
         with torch.autocast("cuda", dtype, **options):
             result = function()
     return result, casts
+
+
+@pytest.fixture
+def another_library():
+    """Operators of another library, each with its own rule for autocast: the input is cast to float64."""
+    with torch.library._scoped_library("snugfit_other", "FRAGMENT") as library:
+        for name, keys in (("both", ("CPU", "CUDA")), ("on_cpu", ("CPU",)), ("on_cuda", ("CUDA",))):
+            library.define(f"{name}(Tensor x) -> Tensor")
+            library.impl(name, lambda x: x.clone(), "CompositeExplicitAutograd")
+            for key in keys:
+                library.impl(name, lambda x: x.double(), f"Autocast{key}")
+        yield torch.ops.snugfit_other
+
+
+def test_operators_of_other_libraries_keep_their_rules_for_autocast(another_library):
+    """torchvision brings such operators; any import of it is enough."""
+    value, assumed = torch.zeros(2, dtype=torch.bfloat16), []
+    operators = [getattr(another_library, name) for name in ("both", "on_cpu", "on_cuda")]
+    for _ in range(2):  # what is imposed is taken back
+        with semantics.cuda_semantics((8, 0), assume=assumed.append), torch.autocast("cuda", torch.bfloat16):
+            kinds = [operator(value).dtype for operator in operators]
+        assert kinds == [torch.float64, torch.bfloat16, torch.bfloat16]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert [operator(value).dtype for operator in operators] == [torch.float64, torch.float64, torch.bfloat16]
+    assert len(set(assumed)) == 1
+    assert assumed[0].startswith("snugfit_other::on_cuda")
 
 
 def test_without_its_cache_a_weight_is_cast_at_every_use():

@@ -1,8 +1,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import snugfit
 from snugfit.memory import torch_private
 from snugfit.memory.cuda import semantics
 
@@ -71,13 +74,32 @@ def test_dropout_saves_a_bool_mask_and_runs_as_one_kernel():
     assert "native_dropout" not in names
 
 
-def test_half_precision_softmax_to_float32_makes_no_float32_copy_of_its_input():
-    def softmax():
-        return torch.softmax(torch.zeros(4, 4, dtype=torch.bfloat16), -1, dtype=torch.float32)
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_softmax_of_half_precision_to_float32_is_made_of_what_torch_makes_it_of_on_cuda(function, dtype):
+    """Of float16 it is one kernel, of bfloat16 there is a float32 copy: torch itself says so, of a fake CUDA tensor."""
 
-    names, result = operations_of(softmax)
-    assert names == ["zeros", "_softmax"]
+    def softmax(device):
+        return function(torch.zeros(4, 4, dtype=dtype, device=device), -1, dtype=torch.float32)
+
+    names, result = operations_of(lambda: softmax("cpu"))
+    with FakeTensorMode(), Operations() as of_torch:
+        softmax("cuda")
+    assert names == of_torch.names
+    assert ("_to_copy" in names) == (dtype == torch.bfloat16)
     assert result.dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+def test_a_log_softmax_runs_in_every_precision(precision):
+    job = snugfit.Job(
+        lambda: nn.Linear(8, 4),
+        lambda model, x: F.log_softmax(model(x), -1).square().mean(),
+        lambda model: torch.optim.AdamW(model.parameters()),
+        lambda n: torch.randn(n, 8),
+    )
+    plan = snugfit.Plan(batch_size=4, micro_batch_size=2, precision=precision)
+    assert snugfit.estimate(job, plan, "a100-80gb").peak_allocated_bytes > 0
 
 
 def autocast_dtype(function, dtype=torch.bfloat16, argument=torch.float32):

@@ -205,6 +205,15 @@ def test_one_process_is_one_rank_and_agrees_with_itself():
     distributed.check_ranks(LinearStack())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.complex64, torch.complex128])
+def test_weights_of_every_width_are_compared(dtype):
+    weights = torch.ones(3, dtype=dtype)
+    others = weights.clone()
+    others[1] *= -1
+    assert int(distributed._bit_sum(weights)) != int(distributed._bit_sum(others))
+    assert int(distributed._bit_sum(weights[0])) == int(distributed._bit_sum(others[0]))
+
+
 class Normalised(nn.Module):
     """Two BatchNorm layers, of which one is never called."""
 

@@ -147,7 +147,7 @@ def test_backward_is_seen_with_the_sequence_number_of_its_node():
 
 
 def test_every_operator_of_the_autocast_lists_is_one_of_torch():
-    registered = {name.removeprefix("aten::") for name in torch_private.autocast_registrations("AutocastCUDA")}
+    registered = set(torch_private.autocast_registrations("AutocastCUDA"))
     named = autocast.LOWER_PRECISION | autocast.PROMOTE | autocast.FLOAT32_OUTPUT | autocast.BANNED
     assert named <= registered
     assert len(registered) > 100
@@ -319,6 +319,19 @@ def test_padding_packed_sequences_is_the_function_that_torch_calls():
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     with Watching():
         torch.nn.utils.rnn.pad_packed_sequence(packed)
+    assert any(seen)
+
+
+def test_packing_padded_sequences_is_the_function_that_torch_calls():
+    seen = []
+
+    class Watching(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func == torch_private.PACK_PADDED_SEQUENCE and len(args) == 3)
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        torch.nn.utils.rnn.pack_padded_sequence(torch.ones(3, 2, 1), torch.tensor([3, 1]))
     assert any(seen)
 
 

@@ -113,6 +113,26 @@ def test_a_known_argument_that_is_not_valid_is_still_found():
     assert "found invalid values" in caught.value.got
 
 
+def with_covariance(x):
+    covariance = torch.diag_embed(x.exp() + 1) + torch.zeros_like(x)[..., None]
+    return -torch.distributions.MultivariateNormal(x, covariance).log_prob(torch.zeros_like(x)).mean()
+
+
+@pytest.mark.parametrize("device", [CARD, "cpu"])
+@pytest.mark.parametrize(
+    "loss", [with_covariance, lambda x: nn.functional.gaussian_nll_loss(x, torch.zeros_like(x), x.exp())]
+)
+def test_what_torch_checks_of_values_by_all_and_any_is_taken_to_hold(loss, device):
+    job = loss_job(lambda model, batch: loss(model(batch["x"])))
+    report = snugfit.estimate(job, snugfit.Plan(batch_size=4, micro_batch_size=2), device)
+    assert assumed_values.CHECKED in report.assumptions
+
+
+def test_what_a_step_itself_tests_is_still_refused():
+    with pytest.raises(snugfit.UnsupportedError, match="cannot be traced without real values"):
+        traced(lambda loss: bool((loss.detach() > 0).all()))
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -155,13 +175,17 @@ def test_comparing_a_stand_in_is_refused_also_in_arrays(use):
 
 
 class Packed(nn.Module):
-    def __init__(self, kind, options):
+    def __init__(self, kind, options, is_trained=False, batch_first=True):
         super().__init__()
-        self.inner = kind(32, 64, batch_first=True, **options)
+        self.before = nn.Linear(32, 32) if is_trained else nn.Identity()
+        self.batch_first = batch_first
+        self.inner = kind(32, 64, batch_first=batch_first, **options)
 
     def forward(self, x):
-        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([10, 8, 7, 3]), batch_first=True)
-        return nn.utils.rnn.pad_packed_sequence(self.inner(packed)[0], batch_first=True)[0]
+        x = self.before(x) if self.batch_first else self.before(x).transpose(0, 1)
+        lengths = torch.tensor([10, 8, 7, 3])
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=self.batch_first)
+        return nn.utils.rnn.pad_packed_sequence(self.inner(packed)[0], batch_first=self.batch_first)[0]
 
 
 @pytest.mark.parametrize(
@@ -175,12 +199,31 @@ class Packed(nn.Module):
     ],
 )
 def test_packed_sequences_on_the_cpu_need_what_is_measured(kind, options):
-    job = snugfit.Job(
-        lambda: Packed(kind, options),
+    assert_measured_as_predicted(packed_job(lambda: Packed(kind, options)))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_sequences_that_are_trained_before_they_are_packed_need_what_is_measured(kind, batch_first):
+    assert_measured_as_predicted(packed_job(lambda: Packed(kind, {}, is_trained=True, batch_first=batch_first)))
+
+
+def test_sequences_that_are_trained_before_they_are_packed_are_traced_for_a_card():
+    plan = snugfit.Plan(batch_size=4, micro_batch_size=4, precision="bf16-mixed")
+    report = snugfit.estimate(packed_job(lambda: Packed(nn.LSTM, {}, is_trained=True)), plan, CARD)
+    assert report.at("backward end")["gradient"] > 0
+
+
+def packed_job(model):
+    return snugfit.Job(
+        model,
         lambda model, x: model(x).square().mean(),
         lambda model: torch.optim.AdamW(model.parameters()),
         lambda n: torch.randn(n, 10, 32),
     )
+
+
+def assert_measured_as_predicted(job):
     plan = snugfit.Plan(batch_size=4, micro_batch_size=4)
     predicted, measured = (run(job, plan, "cpu") for run in (snugfit.estimate, snugfit.measure))
     assert predicted.peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, abs=64)

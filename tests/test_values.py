@@ -79,7 +79,7 @@ def test_nothing_that_depends_on_a_weight_or_on_garbage_is_known():
             torch.empty(4),
             buffer,
             written,
-            torch.zeros(1 << 13),
+            torch.zeros(values._MAX_COMPUTED_FLOATS + 1),
             torch.ones(4) + torch.empty(4),
         ]
 
@@ -112,6 +112,18 @@ def test_reading_says_what_was_assumed_and_only_then():
     assert isinstance(first, Tensor)
     assert torch.equal(picked.flatten().bincount(), torch.full((4,), 4))  # 8 rows, 2 picks, 4 candidates
     assert all(len(set(row.tolist())) == 2 for row in picked)
+
+
+def test_large_floats_are_known_where_they_are_computed_from_little():
+    """As filter banks and anchors are, whose values a model looks at; not where many are given or drawn."""
+    recorder, given = Recorder(host_scalars=True), torch.zeros(1 << 13)
+    with recorder.recording_on():
+        corners = torch.arange(0, 1 << 14).float()
+        overlaps = (corners[:, None] - torch.tensor([3.0, 5.0])).abs()
+        assert recorder.values._nodes[overlaps.untyped_storage()._cdata].value is None  # nobody has read it
+        assert overlaps.min(0).indices.tolist() == [3, 5]
+        assert recorder.values.read(torch.rand(1 << 13)) is None
+        assert recorder.values.read(recorder.faked(given)) is None
 
 
 def test_large_integers_are_computed_only_when_they_are_read():

@@ -6,8 +6,9 @@
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple, cast
 from unittest import mock
 
@@ -30,6 +31,7 @@ PARSE_TO: Any = torch._C._nn._parse_to
 "Reads the arguments of ``module.to``."
 IS_ALL_TRUE: Any = torch._is_all_true
 "What ``torch.distributions`` asks of its parameters and samples."
+PACK_PADDED_SEQUENCE: Any = torch._VF._pack_padded_sequence
 PAD_PACKED_SEQUENCE: Any = torch._VF._pad_packed_sequence
 RECURRENT: dict[str, Any] = {name: getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -73,6 +75,19 @@ def is_called_by_autograd() -> bool:
     while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:  # the mode's own
         frame = frame.f_back
     return frame.f_code is _ENGINE
+
+
+def is_called_by(modules: Sequence[str]) -> bool:
+    """Whether modules of torch's, or of packages of these names, ask for an operation, and no code of others."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if any(name == module or name.startswith(f"{module}.") for module in modules):
+            return True
+        if name.partition(".")[0] not in ("snugfit", "torch"):
+            return False
+        frame = frame.f_back
+    return False
 
 
 def sums_gradients(gradient: torch.Tensor) -> bool:
@@ -152,15 +167,26 @@ def without_modes() -> Iterator[None]:
         yield
 
 
-def operator(name: str) -> Any:
+def operator(name: str, namespace: str = "aten") -> Any:
     """The operator of a name such as ``softmax.int``; without an overload its default one."""
     packet, _, overload = name.partition(".")
-    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
 def autocast_registrations(key: str) -> list[str]:
-    """The operators (``aten::name.overload``) that have a kernel for an autocast dispatch key."""
-    return list(torch._C._dispatch_get_registrations_for_dispatch_key(key))
+    """Torch's own operators (``name.overload``) that have a kernel for an autocast dispatch key."""
+    return [name for namespace, name in _autocast_registrations(key) if namespace == "aten"]
+
+
+def foreign_autocast_registrations(key: str) -> list[tuple[str, str]]:
+    """Namespace and name of the operators of other libraries that have a kernel for an autocast dispatch key."""
+    return [(namespace, name) for namespace, name in _autocast_registrations(key) if namespace != "aten"]
+
+
+def _autocast_registrations(key: str) -> Iterator[tuple[str, str]]:
+    for qualified in torch._C._dispatch_get_registrations_for_dispatch_key(key):
+        namespace, _, name = qualified.partition("::")
+        yield namespace, name
 
 
 @contextmanager
@@ -187,8 +213,25 @@ def foreach_for_fake_tensors() -> Iterator[None]:
 
 
 @contextmanager
+def _copied_with_their_numbers() -> Iterator[None]:
+    """Let ``copy.deepcopy`` copy fake tensors whose number torch remembers, such as BatchNorm's counter.
+
+    It copies their attributes as well, and a real tensor among them cannot be copied where all new ones are fake.
+    """
+
+    def copied(fake: Any, memo: dict[int, Any]) -> Any:
+        if fake.constant is not None:
+            with torch._C._DisableTorchDispatch(), no_torch_function():
+                memo[id(fake.constant)] = fake.constant.clone()  # a count goes on in one of the two only
+        return torch.Tensor.__deepcopy__(fake, memo)  # type: ignore[no-untyped-call]
+
+    with mock.patch.object(Fake, "__deepcopy__", copied):
+        yield
+
+
+@contextmanager
 def modules_converted_in_place(keep: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
-    """Let ``module.to()``, ``.cuda()`` and ``.half()`` work on fake parameters.
+    """Let ``module.to()``, ``.cuda()`` and ``.half()`` work on fake parameters, and ``copy.deepcopy`` on fake numbers.
 
     For real parameters torch replaces a parameter's data and keeps the object; for fake ones it tries to swap
     tensors and fails ("couldn't swap"). Here the data of fake ones is replaced as well, so that ties last.
@@ -225,7 +268,7 @@ def modules_converted_in_place(keep: Callable[[torch.Tensor, torch.Tensor], None
         module: nn.Module = self
         return module
 
-    with mock.patch.object(nn.Module, "_apply", apply):
+    with mock.patch.object(nn.Module, "_apply", apply), _copied_with_their_numbers():
         yield
 
 

@@ -81,7 +81,10 @@ def update(optimizers: Sequence[torch.optim.Optimizer]) -> None:
                     expected="memory for the optimizer's state and its temporaries",
                     hint=f"parameters may have moved, so {_AGAIN}; optimizer_impl='for-loop' needs least",
                 ) from error
+            missing = failures.of_missing_closure(error, optimizer)
             if any(map(torch_private.is_fake, step.parameters)):
+                if missing is not None:
+                    raise missing from error
                 raise  # in a trace, where there is nothing to move
             before = f"; those of the {i} before it have moved" if i else ""
             failures.note(
@@ -90,6 +93,8 @@ def update(optimizers: Sequence[torch.optim.Optimizer]) -> None:
                 f"update of a window: its parameters may have moved{before}. The engine does not count this update, "
                 f"and buffers stay as the window left them; {_AGAIN}",
             )
+            if missing is not None:
+                raise missing from error
             raise
     torch.clear_autocast_cache()  # casts of the old weights, where the caller's own autocast is still open
 

@@ -74,4 +74,6 @@ def check_ranks(model: nn.Module) -> None:
 
 
 def _bit_sum(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
+    plain = tensor.detach().contiguous().reshape(-1)
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain  # of which one element may be 16 bytes
+    return plain.view(_BITS[plain.element_size()]).sum(dtype=torch.int64)

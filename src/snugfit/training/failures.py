@@ -4,12 +4,14 @@ Entry points: ``explained``, ``of_backward``, and ``note`` for errors that keep 
 ``recovery``'s.
 """
 
+import inspect
 import re
 import traceback
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
@@ -92,6 +94,27 @@ def of_backward(error: RuntimeError, i: int) -> SnugfitError | None:
             names=recomputation.last_repeated(),
         )
     return None
+
+
+def of_missing_closure(error: BaseException, optimizer: torch.optim.Optimizer) -> UnsupportedError | None:
+    """The error for a ``step`` that was called without its closure and needs one, though it may be left out."""
+    calls_none = isinstance(error, TypeError) and "'NoneType' object is not callable" in str(error)
+    if not calls_none and "closure" not in str(error).lower():
+        return None
+    try:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    except (TypeError, ValueError):
+        return None
+    if closure is None or closure.default is closure.empty:
+        return None
+    name = type(optimizer).__name__
+    return UnsupportedError(
+        f"{name}.step() needs the closure that it was called without",
+        got=f"{type(error).__name__}: {error} (of its definition step(self, closure={closure.default}))",
+        expected="a closure without a default, where step() cannot do without it",
+        hint=f"define it as step(self, closure), or derive: class With({name}): step = lambda self, closure: "
+        f"{name}.step(self, closure)",
+    )
 
 
 def refuse_a_batch(micro_batches: Sequence[Any]) -> None:

@@ -270,7 +270,6 @@ class Window:
         if reason is None:
             for optimizer in self._optimizers:
                 gradients.check_layouts(optimizer)
-            self._guard.open()
             with precision.without_autocast(self._device_type):
                 self.clip(outcome.grad_norm)
                 self._hooks.begin_update()
@@ -306,7 +305,11 @@ class Window:
         return outcome.reason or self._hooks.decide(found_inf, self._losses.counted)
 
     def clip(self, norm: Tensor) -> None:
-        """Clip the averaged gradients, whose norm is given, if there is a limit, and give them their weights' types."""
+        """Clip the averaged gradients, whose norm is given, if there is a limit, and give them their weights' types.
+
+        From here on optimizers may step: the window's own, and those that it is made of.
+        """
+        self._guard.open()
         if self._max_grad_norm is not None:
             gradients.clip(gradients.values(self._trained), self._max_grad_norm, norm)
         self._sums.narrow()

@@ -9,7 +9,7 @@ ATen/native/Convolution.cpp; what goes on there: ATen/native/mkldnn/Conv.cpp and
 3. gradient of weight and bias: blocked gradient and input, scratchpad, blocked result; then the result.
 
 Block sizes and scratchpads were measured with AVX-512 and one or two threads (see tests/test_cpu_rules.py). Left out:
-scratchpads of transposed convolutions (up to 0.3 MiB) and those of a few KiB.
+scratchpads of transposed convolutions (up to 0.3 MiB), kernels along the depth only, and scratchpads of a few KiB.
 """
 
 from collections.abc import Callable, Sequence
@@ -243,7 +243,16 @@ def _unfolds(conv: _Convolution) -> bool:
     """Whether oneDNN unfolds the input instead, for want of a kernel in blocks."""
     if conv.is_depthwise:
         return conv.weight.shape[-1] > 3
-    return conv.is_plain or (conv.element == 4 and conv.weight.shape[-1] > 14)
+    return conv.is_plain or (conv.element == 4 and (conv.weight.shape[-1] > 14 or _reaches_beyond(conv)))
+
+
+def _reaches_beyond(conv: _Convolution) -> bool:
+    """Whether a kernel is as deep as a volume with its padding in front, as in the last layers of video networks."""
+    if len(conv.input_shape) < 5 or not conv.padding[0]:
+        return False
+    if max(conv.stride) == 1 and prod(conv.weight.shape[3:]) == 1:  # along the depth only: another kernel
+        return False
+    return conv.weight.shape[2] >= conv.input_shape[2] + conv.padding[0]
 
 
 def _is_low(conv: _Convolution) -> bool:

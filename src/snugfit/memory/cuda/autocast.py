@@ -1,6 +1,6 @@
 """CUDA's autocast: which operators run in which type, and the cache of cast weights.
 
-Entry points: ``CastCache`` and ``kernel_for``.
+Entry points: ``CastCache``, ``kernel_for`` and, for the operators of other libraries, ``of_other_libraries``.
 """
 
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import fallthrough_kernel
 
 from snugfit.memory import torch_private
 
@@ -121,6 +122,33 @@ def kernel_for(name: str, casts: CastCache) -> Callable[..., Any]:
             if not kwargs:
                 return operator(*args)
             return operator(*args, **{key: casts.cast(value, dtype) for key, value in kwargs.items()})
+
+    return kernel
+
+
+def of_other_libraries(assume: Callable[[str], None]) -> dict[str, dict[str, Callable[..., Any]]]:
+    """Kernels for operators of other libraries whose autocast differs between CPU and CUDA, by namespace and name.
+
+    What has a kernel for both (torchvision's ``nms``) keeps that of the CPU. What has one for the CPU only is let pass,
+    as on CUDA. What has one for CUDA only would cast CUDA tensors and nothing else, so it runs without, and says so.
+    """
+    on_cpu = torch_private.foreign_autocast_registrations("AutocastCPU")
+    on_cuda = torch_private.foreign_autocast_registrations("AutocastCUDA")
+    found: dict[str, dict[str, Callable[..., Any]]] = {}
+    for namespace, name in set(on_cpu) - set(on_cuda):
+        found.setdefault(namespace, {})[name] = fallthrough_kernel
+    for namespace, name in set(on_cuda) - set(on_cpu):
+        found.setdefault(namespace, {})[name] = _without_its_casts(namespace, name, assume)
+    return found
+
+
+def _without_its_casts(namespace: str, name: str, assume: Callable[[str], None]) -> Callable[..., Any]:
+    operator = torch_private.operator(name, namespace)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        assume(f"{namespace}::{name}: what its own kernel for autocast casts on CUDA is not known and not counted")
+        with torch_private.without_autocast():
+            return operator(*args, **kwargs)
 
     return kernel
 

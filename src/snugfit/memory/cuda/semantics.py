@@ -46,11 +46,15 @@ def cuda_semantics(
         stack.callback(library._destroy)
         for name in torch_private.autocast_registrations("AutocastCPU"):
             # CUDA lets these pass, so that the operators that they are made of see autocast.
-            library.impl(name.removeprefix("aten::"), fallthrough_kernel, "AutocastCPU", allow_override=True)
+            _impose(library, name, fallthrough_kernel, "AutocastCPU")
         for name in torch_private.autocast_registrations("AutocastCUDA"):
-            short = name.removeprefix("aten::")
-            if short not in autocast.NOT_IMPOSED:
-                _impose(library, short, autocast.kernel_for(short, casts), "AutocastCPU")
+            if name not in autocast.NOT_IMPOSED:
+                _impose(library, name, autocast.kernel_for(name, casts), "AutocastCPU")
+        for namespace, kernels_of_its in autocast.of_other_libraries(assume).items():
+            its: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+            stack.callback(its._destroy)
+            for name, kernel in kernels_of_its.items():
+                _impose(its, name, kernel, "AutocastCPU")
         _impose(library, "dropout", kernels.dropout, "AutogradCPU")
         target = of_capability(compute_capability)
         _impose(library, "scaled_dot_product_attention", ScaledDotProductAttention(target), "AutogradCPU")

@@ -1,7 +1,8 @@
 """What is taken for values that a trace cannot know, where one assumption is sound; each has a sentence to its name.
 
 Entry points: ``of``, ``is_kept``. Numbers are finite, and routing is balanced: what a router picks of what it has
-learnt is spread evenly over the experts. Any other unknown value that decides about a step is refused.
+learnt is spread evenly over the experts. What torch's own code checks of its arguments holds. Any other unknown value
+that decides about a step is refused.
 """
 
 import math
@@ -11,8 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snugfit.memory import torch_private
+
 FINITE = "numbers that the step tests for being finite are finite: no update is skipped"
 BALANCED = "routing is balanced: topk, argmax and sort over computed numbers pick every candidate equally often"
+
+CHECKED = "what torch's own functions check of the values they are given holds: nothing is raised"
 
 COMPARED = (
     "numbers that an optimizer or its closure compares are above its tolerances, and fall by 1 from each that is read "
@@ -46,6 +51,8 @@ def of(
     answer = _finite(name, args)
     if answer is not None:
         yield result, _filled(result, answer), FINITE
+    elif name in _CHECKS and torch_private.is_called_by(_CHECKING):
+        yield result, _filled(result, _CHECKS[name]), CHECKED
     elif in_update and name.partition(".")[0] in _COMPARISONS and result.numel() == 1:
         other = args[1] if isinstance(args[1], (int, float)) else None
         # Of two unknown numbers: the slope after a step and before it (_strong_wolfe in torch/optim/lbfgs.py).
@@ -77,6 +84,9 @@ def is_kept(args: Sequence[Any], tensor: Tensor) -> bool:
     return tensor is args[1]
 
 
+_CHECKS = {"all.default": True, "any.default": False}
+"What code of torch's that checks its arguments goes on with."
+_CHECKING = ("torch.distributions", "torch.nn.functional")
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _PICKS = ("topk.default", "argmax.default", "sort.default", "sort.stable", "max.dim", "multinomial.default")
 

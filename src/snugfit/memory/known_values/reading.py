@@ -112,5 +112,6 @@ def answers(recorder: Recorder) -> dict[Any, Callable[..., Any]]:
         Tensor.pin_memory: lambda tensor, *_: tensor,
         Tensor.share_memory_: lambda tensor: tensor,
         torch_private.IS_ALL_TRUE: all_true,
+        torch_private.PACK_PADDED_SEQUENCE: lambda *args: packed_sequences.pack(recorder.values, *args),
         torch_private.PAD_PACKED_SEQUENCE: lambda *args: packed_sequences.pad(recorder.values, *args),
     }

@@ -106,13 +106,6 @@ def _pack(values: Values, faked: Callable[[Tensor], Tensor], tensor: Tensor, len
     return tensor.new_empty((sum(ends), *tensor.shape[2:])), faked(sizes)
 
 
-def _pack_backward(_: Any, __: Any, grad: Tensor, size: Sequence[int], sizes: Tensor, batch_first: bool) -> Any:
-    """Zeros that the steps are added into, made with time first."""
-    if not batch_first:
-        return grad.new_zeros(size)
-    return grad.new_zeros((size[1], size[0], *size[2:])).transpose(0, 1)
-
-
 def _number(values: Values, _: Any, tensor: Tensor) -> Any:
     """A loss or a factor that an optimizer reads, also in the middle of torch's own code."""
     if not values.in_update or not tensor.is_floating_point():
@@ -156,7 +149,6 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "index.Tensor": _index,
     "_grouped_mm.default": _grouped_mm,
     "_pack_padded_sequence.default": _pack,
-    "_pack_padded_sequence_backward.default": _pack_backward,
     "_local_scalar_dense.default": _number,
     "masked_select.default": _masked_select,
     "histc.default": _histc,

@@ -2,7 +2,7 @@
 
 Entry point: ``Values``. A step decides by such values (rows of a mask, lengths, a depth schedule), so what can be
 computed without the weights is computed for real, and only when it is read. Left out: anything that depends on a
-parameter, floats beyond a small size. What stands for values that nobody knows is ``assumed_values``'s.
+parameter, or on given floats beyond a small size. What stands for values that nobody knows is ``assumed_values``'s.
 
 NOTE [How values are known]
 1. A storage's value is a node: an operation and its arguments, which are nodes themselves; views need none.
@@ -33,6 +33,9 @@ from snugfit.memory.known_values.value_nodes import (
 )
 
 _MAX_FLOATS = 1 << 12
+"Floats of a tensor whose values are given or drawn: lengths and weights of classes, no images."
+_MAX_COMPUTED_FLOATS = 1 << 24
+"Floats of a computed result, which takes no memory until it is read: filter banks, anchors and how they overlap."
 _MAX_INTEGERS = 1 << 26
 "Elements of a known result. Masks of every pair of 8192 positions have this many."
 _MAX_DRAWN = 1 << 22
@@ -140,9 +143,10 @@ class Values:
         several = result if isinstance(result, (tuple, list)) else ()
         parts: list[tuple[int | None, Any]] = [(None, result)] if isinstance(result, Tensor) else [*enumerate(several)]
         parts = [(index, part) for index, part in parts if type(part) is torch_private.Fake]
-        if not parts or not all(self._wanted(part) for _, part in parts):
-            return
         random = _is_drawn(func)
+        most_floats = _MAX_FLOATS if random else _MAX_COMPUTED_FLOATS
+        if not parts or not all(self._wanted(part, most_floats) for _, part in parts):
+            return
         if random and sum(part.numel() for _, part in parts) > _MAX_DRAWN:
             return
         notes: set[str] = {RANDOM} if random else set()
@@ -273,12 +277,12 @@ class Values:
             return None if any(seen[key] is None and value[key] is not None for key in value) else seen
         return value
 
-    def _wanted(self, tensor: Tensor) -> bool:
+    def _wanted(self, tensor: Tensor, most_floats: int = _MAX_FLOATS) -> bool:
         if tensor.layout is not torch.strided or torch_private.is_meta(tensor):
             return False
         is_float = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         return tensor.untyped_storage().nbytes() // tensor.element_size() <= (
-            _MAX_FLOATS if is_float else _MAX_INTEGERS
+            most_floats if is_float else _MAX_INTEGERS
         )
 
 
