@@ -13,7 +13,7 @@ from naive_allocator import FREE, Naive, OutOfMemory
 from snugfit.errors import DeviceMemoryError
 from snugfit.memory.allocation import fragmentation
 from snugfit.memory.allocation.allocator_settings import AllocatorSettings
-from snugfit.memory.allocation.expandable_segments import ExpandableAllocator
+from snugfit.memory.allocation.expandable_segments import RANGE_BYTES, ExpandableAllocator
 from snugfit.memory.allocator import NOT_FRAGMENTED, CachingAllocator, segment_bytes, simulate
 from snugfit.sizes import KIB, MIB
 
@@ -324,6 +324,19 @@ def test_expandable_search_prefers_a_block_that_cannot_grow():
     allocator.malloc(2, 5 * MIB)
     allocator.free(1)
     assert allocator.malloc(3, 6 * MIB) == start, "the 7 MiB at the end would fit more tightly, but can grow"
+
+
+def test_a_request_beyond_the_memory_of_any_card_has_a_range_of_its_own():
+    """An optimizer whose state is far too large is told apart by its numbers, not by an error of the simulation."""
+    allocator = ExpandableAllocator()
+    for key, size in enumerate((5 * MIB, RANGE_BYTES + 1, 7 * MIB)):
+        allocator.malloc(key, size)
+    assert allocator.reserved_bytes >= RANGE_BYTES + 12 * MIB
+    for key in range(3):
+        allocator.free(key)
+    assert allocator.allocated_bytes == 0
+    allocator.malloc(4, 3 * RANGE_BYTES)
+    assert allocator.allocated_bytes == 3 * RANGE_BYTES
 
 
 def test_expandable_flush_gives_back_the_pages_inside_free_blocks_and_fills_the_lowest_hole_first():

@@ -506,6 +506,40 @@ def test_sparse_gradients_hold_rows_and_indices(name, num_states):
     assert held.get("optimizer", 0) == num_states * 1000 * width * 4
 
 
+class Graph(nn.Module):
+    """Two layers over a graph, as graph networks are written: a sparse adjacency times dense features."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x, adjacency):
+        return self.outer(torch.sparse.mm(adjacency, self.inner(x)).relu())
+
+
+def graph(num_nodes):
+    """Every node has an edge to the next three."""
+    edges = torch.arange(num_nodes).repeat(3), (torch.arange(3 * num_nodes) + 1) % num_nodes
+    adjacency = torch.sparse_coo_tensor(torch.stack(edges), torch.ones(3 * num_nodes), check_invariants=True)
+    return adjacency.coalesce()
+
+
+def test_a_sparse_adjacency_in_a_batch_needs_on_the_cpu_what_is_measured_and_is_planned_for_a_card():
+    shared = snugfit.Shared(graph(64))
+    job = snugfit.Job(
+        Graph,
+        lambda model, batch: F.cross_entropy(model(batch["x"], batch["graph"]), batch["y"]),
+        lambda model: torch.optim.AdamW(model.parameters()),
+        {"x": torch.randn(64, 16), "y": torch.zeros(64, dtype=torch.long), "graph": shared},
+    )
+    plan = snugfit.Plan(batch_size=64, micro_batch_size=64)
+    predicted, measured = (run(job, plan, "cpu") for run in (snugfit.estimate, snugfit.measure))
+    assert abs(predicted.peak_allocated_bytes - measured.peak_allocated_bytes) <= 128
+    held = 3 * 64 * (2 * 8 + 4)  # indices and values
+    assert predicted.by_category["input"] == measured.by_category["input"] == 64 * (16 * 4 + 8) + held
+    assert snugfit.estimate(job, plan, CARD).peak_allocated_bytes > held
+
+
 def test_equal_rows_of_a_sparse_gradient_become_one_where_the_indices_are_known():
     sizes = []
 

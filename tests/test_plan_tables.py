@@ -145,6 +145,23 @@ def test_a_loss_over_many_classes_is_told_of_the_one_in_chunks_with_its_share():
     assert not [note for note in snugfit.plan(job(), "cpu", 2048, budget="12MiB").notes if "class scores" in note]
 
 
+def test_scores_of_a_loss_over_sequences_are_not_those_of_a_cross_entropy():
+    def loss(model, batch):
+        scores = model(batch["x"]).log_softmax(-1).transpose(0, 1)
+        lengths = (torch.full((len(batch["x"]),), size, dtype=torch.long) for size in (50, 4))
+        return nn.functional.ctc_loss(scores, batch["y"], *lengths)
+
+    sequences = snugfit.Job(
+        lambda: nn.Linear(8, 2000),
+        loss,
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda n: {"x": torch.zeros(n, 50, 8), "y": torch.ones(n, 4, dtype=torch.long)},
+    )
+    found = snugfit.plan(sequences, "rtx-3060-12gb", 2048, budget="3GiB")
+    assert found.plan.accumulation_steps > 1
+    assert not [note for note in (*found.notes, *found.memory.advice) if "chunked_cross_entropy" in note]
+
+
 def test_a_cpu_says_what_its_budget_is_for(cut):
     assert any("Python, torch" in note for note in cut.notes)
 

@@ -115,7 +115,9 @@ def test_a_known_argument_that_is_not_valid_is_still_found():
 
 def with_covariance(x):
     covariance = torch.diag_embed(x.exp() + 1) + torch.zeros_like(x)[..., None]
-    return -torch.distributions.MultivariateNormal(x, covariance).log_prob(torch.zeros_like(x)).mean()
+    return (
+        -torch.distributions.MultivariateNormal(x, covariance, validate_args=True).log_prob(torch.zeros_like(x)).mean()
+    )
 
 
 @pytest.mark.parametrize("device", [CARD, "cpu"])

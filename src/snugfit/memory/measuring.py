@@ -267,6 +267,8 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     for tensor in tensors:
         if tensor.layout == torch.strided:
             yield tensor.untyped_storage()
+        elif tensor.layout == torch.sparse_coo:
+            yield from (part.untyped_storage() for part in torch_private.sparse_parts(tensor))
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:

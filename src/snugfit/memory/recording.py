@@ -193,8 +193,7 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
 
     def resize(self, tensor: Tensor, num_bytes: int) -> None:
         """Correct what a recorded tensor's storage takes on the traced device."""
-        index = self._index_of(tensor)
-        if index != _HOST:
+        if (index := self._index_of(tensor)) != _HOST:
             self.recording.births[index].num_bytes = num_bytes
 
     def allocate(self, num_bytes: int, category: str, op: str) -> int:
@@ -267,8 +266,8 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
 
     def faked(self, tensor: Tensor) -> Tensor:
         """The fake twin of a real tensor; it knows the values that the real one has now."""
-        if type(tensor) is torch_private.Fake:
-            return tensor
+        if type(tensor) is torch_private.Fake or tensor.layout is torch.sparse_coo:
+            return tensor if type(tensor) is torch_private.Fake else sparse.made_of(tensor, self.faked)
         fake: Tensor = self.from_tensor(tensor)
         self.values.know(fake, tensor)
         return fake
@@ -276,7 +275,10 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
     def given(self, real: Tensor) -> Tensor:
         """The fake twin of a real tensor that was made outside of the trace and takes part in it from now on."""
         fake = self.outside.twin_of(real)
-        if fake is None:
+        if fake is None and real.layout is torch.sparse_coo:
+            fake = sparse.made_of(real, self.given)
+            self.outside.meet(real, fake, lambda: None)
+        elif fake is None:
             fake = self.from_tensor(real)
             key = real.untyped_storage()._cdata
             self.outside.meet(real, fake, lambda: self._live.pop(key, None))
@@ -334,10 +336,9 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
 
     def place_of(self, tensor: Tensor) -> str:
         """``device``, ``host``, or empty where the step left it open."""
-        if type(tensor) not in _PLAIN:
+        if type(tensor) not in _PLAIN or tensor.layout is torch.sparse_coo:
             return DEVICE if DEVICE in {self.place_of(part) for part in parts_of(tensor)} else HOST
-        index = self._index_of(tensor)
-        return HOST if index == _HOST else self.recording.births[index].place
+        return HOST if (index := self._index_of(tensor)) == _HOST else self.recording.births[index].place
 
     def _watch(self, storage: Any, key: int, index: int) -> None:
         live, watches, events, forget = self._live, self._watches, self.recording.events, self.values.forget

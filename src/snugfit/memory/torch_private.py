@@ -6,9 +6,8 @@
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, NamedTuple, cast
 from unittest import mock
 
@@ -75,19 +74,6 @@ def is_called_by_autograd() -> bool:
     while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:  # the mode's own
         frame = frame.f_back
     return frame.f_code is _ENGINE
-
-
-def is_called_by(modules: Sequence[str]) -> bool:
-    """Whether modules of torch's, or of packages of these names, ask for an operation, and no code of others."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if any(name == module or name.startswith(f"{module}.") for module in modules):
-            return True
-        if name.partition(".")[0] not in ("snugfit", "torch"):
-            return False
-        frame = frame.f_back
-    return False
 
 
 def sums_gradients(gradient: torch.Tensor) -> bool:

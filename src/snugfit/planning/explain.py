@@ -11,7 +11,7 @@ from torch import nn
 from snugfit import sizes
 from snugfit.errors import InfeasibleError
 from snugfit.hardware import Device
-from snugfit.memory.reporting.advice import OF_CROSS_ENTROPY
+from snugfit.memory.reporting.advice import OF_CROSS_ENTROPY, OF_SEQUENCE_LOSS
 from snugfit.memory.reports import MemoryReport
 from snugfit.planning import cost, options, units, ways_out
 from snugfit.planning.chain import NOTHING
@@ -219,7 +219,7 @@ def _on_class_scores(what: str, memory: MemoryReport) -> list[str]:
     """What a cross entropy that is not computed in chunks holds at a peak, where that is much of it."""
     num_bytes = sum(holder.num_bytes for holder in memory.holders if holder.op in OF_CROSS_ENTROPY)
     share = num_bytes / max(memory.peak_allocated_bytes, 1)
-    if share < _MUCH_OF_PEAK:
+    if share < _MUCH_OF_PEAK or any(holder.op in OF_SEQUENCE_LOSS for holder in memory.holders):
         return []
     return [
         f"class scores within the loss are {sizes.text(num_bytes)} of {what}, {share:.0%}: with "

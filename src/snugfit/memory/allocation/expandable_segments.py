@@ -175,7 +175,7 @@ class ExpandableAllocator:
             stream: Stream that the range belongs to.
         """
         pool = self._pool(stream, is_small=is_small)
-        self._new_range(start, pool)
+        self._new_range(start, RANGE_BYTES, pool)
         rest = start
         for run, size, live in runs:
             if run > rest:
@@ -265,8 +265,9 @@ class ExpandableAllocator:
                 if self._before.get(end) != address:
                     break
                 address = end
-        start = self._place(RANGE_BYTES)
-        self._new_range(start, pool)
+        num_bytes = max(RANGE_BYTES, -(-size // pool.page_bytes) * pool.page_bytes)
+        start = self._place(num_bytes)
+        self._new_range(start, num_bytes, pool)
         return start
 
     def _map(self, pool: _Pool, address: int, num_bytes: int) -> int | None:
@@ -354,18 +355,19 @@ class ExpandableAllocator:
             pool = self._pools[stream, is_small] = _Pool(page)
         return pool
 
-    def _new_range(self, start: int, pool: _Pool) -> None:
-        self._top = max(self._top, start + RANGE_BYTES)
-        self._ranges[start] = self._size[start] = RANGE_BYTES // pool.page_bytes * pool.page_bytes
+    def _new_range(self, start: int, num_bytes: int, pool: _Pool) -> None:
+        self._top = max(self._top, start + num_bytes)
+        self._ranges[start] = self._size[start] = num_bytes // pool.page_bytes * pool.page_bytes
         insort(self._range_starts, start)
         self._before[start], self._pool_of[start] = NO_BLOCK, pool
         self._set_unmapped(start)
 
     def _give_up(self, start: int, pool: _Pool) -> None:
         self._take_unmapped(start)
+        if self._ranges[start] <= RANGE_BYTES:
+            self._vacant.append(start)
         del self._ranges[start], self._range_starts[bisect_left(self._range_starts, start)]
         del self._size[start], self._state[start], self._pool_of[start], self._before[start]
-        self._vacant.append(start)
 
-    def _place_anywhere(self, _: int) -> int:
-        return self._vacant.pop() if self._vacant else self._top
+    def _place_anywhere(self, num_bytes: int) -> int:
+        return self._vacant.pop() if self._vacant and num_bytes <= RANGE_BYTES else self._top

@@ -6,13 +6,13 @@ that decides about a step is refused.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from snugfit.memory import torch_private
 
 FINITE = "numbers that the step tests for being finite are finite: no update is skipped"
 BALANCED = "routing is balanced: topk, argmax and sort over computed numbers pick every candidate equally often"
@@ -51,7 +51,7 @@ def of(
     answer = _finite(name, args)
     if answer is not None:
         yield result, _filled(result, answer), FINITE
-    elif name in _CHECKS and torch_private.is_called_by(_CHECKING):
+    elif name in _CHECKS and _is_asked_by_torch():
         yield result, _filled(result, _CHECKS[name]), CHECKED
     elif in_update and name.partition(".")[0] in _COMPARISONS and result.numel() == 1:
         other = args[1] if isinstance(args[1], (int, float)) else None
@@ -82,6 +82,19 @@ def writes_found_inf(func: Any) -> bool:
 def is_kept(args: Sequence[Any], tensor: Tensor) -> bool:
     """Whether a tensor written by such an operation keeps its value: the flag does, gradients do not."""
     return tensor is args[1]
+
+
+def _is_asked_by_torch() -> bool:
+    """Whether code of torch's that checks what it is given asks for an operation, and no code of others in between."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if any(name == module or name.startswith(f"{module}.") for module in _CHECKING):
+            return True
+        if name.partition(".")[0] not in ("snugfit", "torch"):
+            return False
+        frame = frame.f_back
+    return False
 
 
 _CHECKS = {"all.default": True, "any.default": False}

@@ -24,6 +24,8 @@ OF_CROSS_ENTROPY = (
     "nll_loss2d_backward.default",
 )
 "Operations whose results are class scores: log-probabilities and gradients."
+OF_SEQUENCE_LOSS = ("_ctc_loss.default", "_ctc_loss.Tensor", "_ctc_loss_backward.default", "_ctc_loss_backward.Tensor")
+"Operations beside which log-probabilities are no part of a cross entropy."
 _KEPT_ON_PURPOSE = ("parameter", "buffer", "gradient", "optimizer", "workspace", "input")
 
 
@@ -154,6 +156,8 @@ class _Reading:
 
     def class_scores(self) -> str:
         """What a cross entropy over many classes holds: log-probabilities and gradients."""
+        if not any(birth.op.startswith("nll_loss") for birth in self._births):  # of distributions, or of sequences
+            return ""
         held = {i for i in self._at_peak if self._births[i].op in OF_CROSS_ENTROPY}
         num_bytes = self._bytes(held)
         if num_bytes < _LARGE_SHARE * self._replayed.peak_allocated_bytes or num_bytes < _LEAST_SCORES_BYTES:

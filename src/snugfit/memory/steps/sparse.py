@@ -25,9 +25,20 @@ def kernel_for(func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
         return kernel if args[9] else None
     if kernel is None or not any(isinstance(value, Tensor) and value.layout is torch.sparse_coo for value in args):
         return None
+    if kernel in (_product, _transpose) and (args[0].layout is not torch.sparse_coo or args[0].dense_dim()):
+        return None
+    if kernel is _product and args[1].layout is not torch.strided:
+        return None
     if kernel is _add_in_place and (args[0].layout is not torch.sparse_coo or args[1].layout is not torch.sparse_coo):
         return None
     return kernel
+
+
+def made_of(tensor: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+    """A sparse tensor of what a function makes of the indices and the values of another."""
+    indices, values = (part(each.detach()) for each in torch_private.sparse_parts(tensor))
+    made: Tensor = aten._coalesced_(_like(tensor, indices, values), tensor.is_coalesced())
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _like(tensor: Tensor, indices: Tensor, values: Tensor) -> Any:
@@ -58,6 +69,21 @@ def _coalesce(values: Values, tensor: Tensor) -> Any:
     return aten._coalesced_(made, True)
 
 
+def _transpose(_: Values, tensor: Tensor) -> Any:
+    """Indices in another order are other indices, and all of it is copied: native/sparse/SparseTensor.cpp."""
+    indices, held = torch_private.sparse_parts(tensor)
+    made = aten._sparse_coo_tensor_with_dims_and_tensors(
+        2, 0, tuple(tensor.shape)[::-1], indices.clone(), held.clone(), layout=torch.sparse_coo
+    )
+    return aten._coalesced_(made, False)
+
+
+def _product(_: Values, matrix: Tensor, dense: Tensor) -> Any:
+    """Zeros are added to beside the result: ``_sparse_mm`` in native/sparse/SparseTensorMath.cpp."""
+    zeros = dense.new_zeros((matrix.shape[0], dense.shape[1]))
+    return torch.empty_like(zeros)
+
+
 def _sparse_mask(_: Values, tensor: Tensor, mask: Tensor) -> Any:
     indices, held = torch_private.sparse_parts(mask)
     made = _like(mask, indices.clone(), held.new_empty(held.shape, dtype=tensor.dtype))
@@ -86,5 +112,7 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _detach,
     aten.clone.default: _clone,
     aten._coalesce.default: _coalesce,
+    aten.mm.default: _product,
     aten.sparse_mask.default: _sparse_mask,
+    aten.t.default: _transpose,
 }
