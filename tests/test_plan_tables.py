@@ -162,6 +162,26 @@ def test_scores_of_a_loss_over_sequences_are_not_those_of_a_cross_entropy():
     assert not [note for note in (*found.notes, *found.memory.advice) if "chunked_cross_entropy" in note]
 
 
+@pytest.mark.parametrize("is_contrastive", [True, False])
+def test_micro_batches_that_compute_less_than_the_whole_batch_are_said_to_be_another_loss(is_contrastive):
+    def loss(model, batch):
+        x = nn.functional.normalize(model(batch["x"]), dim=1)
+        if not is_contrastive:
+            return x.square().mean()
+        return nn.functional.cross_entropy(x @ x.T / 0.1, torch.arange(len(x), device=x.device))
+
+    pairs = snugfit.Job(
+        lambda: nn.Sequential(*(Block() for _ in range(4))),
+        loss,
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda n: {"x": torch.zeros(n, 64)},
+    )
+    found = snugfit.plan(pairs, "cpu", 4096, budget="24MiB")
+    assert found.plan.accumulation_steps > 1
+    said = [note for note in found.notes if "is another loss" in note]
+    assert len(said) == is_contrastive
+
+
 def test_a_cpu_says_what_its_budget_is_for(cut):
     assert any("Python, torch" in note for note in cut.notes)
 

@@ -26,6 +26,8 @@ _MUCH_OF_PEAK = 0.2
 "Share of the peak from which on the loss is worth changing."
 _MUCH_FASTER = 0.9
 "Of the time of the full batch in full precision, for which a precision is worth more memory."
+_ALL_OF_IT = 0.999
+"Of the FLOPs of the whole batch, below which micro-batches leave some out: those of one sample are as many in any."
 _NAMED_LAYERS = 2
 "Layers that a reason names; a ResNet has 53 of a kind."
 
@@ -169,6 +171,7 @@ def notes(
             f"BatchNorm sees micro-batches of {chosen.micro_batch_size}; in the rung {fastest.name!r} it would see the "
             f"whole batch, for {slower:.0%} more time: fix micro_batch_size={fastest.plan.micro_batch_size}"
         )
+    found += _coupled(ladder) if chosen.accumulation_steps > 1 else []
     if chosen.accumulation_steps > 1 or chosen.recompute:  # else the memory is there
         own = next((rung for rung in ladder if rung.plan == chosen), last)
         found += _on_class_scores("the peak", own.memory) or _on_class_scores("the full batch's peak", plain.memory)
@@ -184,6 +187,23 @@ def notes(
         )
     found.append(_on_times(device))
     return tuple(found)
+
+
+def _coupled(ladder: Sequence[Rung]) -> list[str]:
+    """That a cut changes the loss, where micro-batches together compute less than the whole batch at once."""
+    whole = ladder[0]
+    if whole.plan.accumulation_steps > 1:
+        return []
+    for rung in ladder:
+        cut = replace(rung.plan, micro_batch_size=whole.plan.micro_batch_size, precision=whole.plan.precision)
+        if cut == whole.plan and rung.flops < _ALL_OF_IT * whole.flops:
+            less = 1 - rung.flops / whole.flops
+            return [
+                f"micro-batches of {rung.plan.micro_batch_size} together compute {less:.1%} less "
+                "than the whole batch at once: where samples are compared with each other, as in contrastive losses, a "
+                "smaller micro-batch is another loss; snugfit check says whether it is"
+            ]
+    return []
 
 
 def _faster_precision(ladder: Sequence[Rung], chosen: Plan, device: Device, budget_bytes: int) -> list[str]:
