@@ -320,6 +320,19 @@ def test_what_is_done_by_hand_is_done_in_the_precision_in_which_the_card_is_fast
     assert old.plan.precision == "32-true"
 
 
+def test_a_step_that_does_not_run_in_bf16_is_done_by_hand_in_fp32():
+    def of_probabilities(model, micro_batch):
+        found = model(micro_batch["x"]).sigmoid()
+        return nn.functional.binary_cross_entropy(found, torch.zeros_like(found))
+
+    rows = rows_of(
+        replace(stack_job(), loss=of_probabilities),
+        Plan(batch_size=4, micro_batch_size=4),
+        allow=["fsdp", "host-offload"],
+    )
+    assert [row.plan.precision for row in rows.values()] == ["32-true"] * 2
+
+
 def test_cards_without_bf16_gather_in_the_type_of_the_plan():
     plan = Plan(batch_size=8, micro_batch_size=4, precision="16-mixed")
     row = rows_of(stack_job(), plan, device="t4", allow=["fsdp"])["fsdp"]

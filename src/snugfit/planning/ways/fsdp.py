@@ -55,7 +55,7 @@ def row(case: Case) -> WayOut:
     most = min(MOST, case.plan.batch_size)
     if most < 2:
         return rows.unknown(case, "fsdp", "a batch of one sample cannot be shared by cards: take a larger one")
-    step = case.step(case.bfloat16_plan)  # no casts of all weights are kept here: it takes no more than fp32
+    step = case.fast_step()  # no casts of all weights are kept here: it takes no more than fp32
     num_cards, trace = smallest(step, case.budget_bytes, case.model, most)
     plan = spread(step.plan, num_cards)
     link = links.between(case.device)

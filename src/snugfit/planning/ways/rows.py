@@ -6,13 +6,14 @@ Entry points: ``WayOut``, ``Case``, and ``row`` and ``unknown``, which make one.
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from snugfit import hardware
+from snugfit.errors import UnsupportedError
 from snugfit.jobs import Job
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory.traces import Trace
@@ -149,10 +150,15 @@ class Case:
             return self.plan
         return replace(self.plan, precision=options.precisions(self.device, {})[-1].value)
 
-    @property
-    def bfloat16_plan(self) -> Plan:
-        """The same without fp16, whose loss scale not all that is done by hand goes with."""
-        return self.fast_plan if self.fast_plan.precision == "bf16-mixed" else self.plan
+    def fast_step(self) -> RecordedStep:
+        """The job traced under that plan if it is one of bf16 and the step runs so; else under its own.
+
+        Not all that is done by hand goes with the loss scale of fp16.
+        """
+        if self.fast_plan != self.plan and self.fast_plan.precision == "bf16-mixed":
+            with suppress(UnsupportedError):
+                return self.step(self.fast_plan)
+        return self.step(self.plan)
 
     def changed(
         self,
@@ -175,10 +181,10 @@ class Case:
             step = self.step(self.plan)
             trace = change(step)
             holds = self.holds(step, trace)
-            if holds and self.bfloat16_plan != self.plan and not is_planned_again:
-                other = self.step(self.bfloat16_plan)
+            other = self.fast_step() if holds and not is_planned_again else step
+            if sum(other.seconds().values()) < sum(step.seconds().values()):
                 changed = change(other)
-                if self.holds(other, changed) and sum(other.seconds().values()) < sum(step.seconds().values()):
+                if self.holds(other, changed):
                     return other, changed
             if lower is None or holds:
                 return step, trace
