@@ -540,6 +540,31 @@ def test_a_sparse_adjacency_in_a_batch_needs_on_the_cpu_what_is_measured_and_is_
     assert snugfit.estimate(job, plan, CARD).peak_allocated_bytes > held
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_a_sparse_adjacency_is_multiplied_in_mixed_precision_and_stays_coalesced(precision):
+    def loss(model, batch):
+        out = batch["graph"] @ model(batch["x"])
+        return out.float().square().mean() + batch["graph"].values().sum()
+
+    example = {"x": torch.randn(64, 16), "graph": snugfit.Shared(graph(64))}
+    job = snugfit.Job(lambda: nn.Linear(16, 8), loss, lambda m: torch.optim.SGD(m.parameters(), 0.1), example)
+    plan = snugfit.Plan(batch_size=64, micro_batch_size=64, precision=precision)
+    assert snugfit.estimate(job, plan, CARD).peak_allocated_bytes > 0
+
+
+@pytest.mark.parametrize("turn", [lambda a: a.t(), lambda a: a.transpose(0, 1)], ids=["t", "transpose"])
+def test_a_transposed_adjacency_is_a_copy(turn):
+    job = snugfit.Job(
+        lambda: nn.Linear(16, 8),
+        lambda model, batch: torch.sparse.mm(turn(batch["graph"]), model(batch["x"])).square().mean(),
+        lambda model: torch.optim.SGD(model.parameters(), 0.1),
+        {"x": torch.randn(64, 16), "graph": snugfit.Shared(graph(64))},
+    )
+    plan = snugfit.Plan(batch_size=64, micro_batch_size=64)
+    predicted, measured = (run(job, plan, "cpu") for run in (snugfit.estimate, snugfit.measure))
+    assert abs(predicted.peak_allocated_bytes - measured.peak_allocated_bytes) <= 128
+
+
 def test_equal_rows_of_a_sparse_gradient_become_one_where_the_indices_are_known():
     sizes = []
 

@@ -366,6 +366,44 @@ def test_an_optimizer_inside_of_one_with_a_closure_moves_the_weights():
         torch.testing.assert_close(ours, theirs, rtol=FLOAT64, atol=FLOAT64)
 
 
+def test_a_skipped_window_leaves_the_optimizer_inside_of_one_as_it_was():
+    class Stateful(Required):
+        def __init__(self, parameters):
+            super().__init__(parameters)
+            self.inner = torch.optim.AdamW(self.param_groups, lr=0.1)
+
+    evaluations = []
+
+    def loss(model, batch):
+        evaluations.append(None)
+        factor = math.nan if len(evaluations) == 4 else 1.0  # the second evaluation of the second window
+        return squared_error(model, batch) * factor
+
+    model = LinearStack()
+    optimizer = Stateful(model.parameters())
+    engine = Engine(model, optimizer, loss=loss)
+    batch = regression_batch(6)
+    assert [engine.step(batch).skipped for _ in range(3)] == [False, True, False]
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+    assert {int(state["step"]) for state in optimizer.inner.state.values()} == {2}
+
+
+@pytest.mark.parametrize("message", ["disclosure of the state failed", "'NoneType' object is not callable"])
+def test_an_error_behind_the_update_of_an_optimizer_is_not_taken_for_a_missing_closure(message):
+    class Moved(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step()
+            self.look()
+
+        def look(self):
+            raise TypeError(message)
+
+    model = Weight(0.0)
+    engine = Engine(model, Moved(model.parameters(), lr=0.1), loss=distance, micro_batch_size=1)
+    with pytest.raises(TypeError, match=message):
+        engine.step(torch.tensor([1.0, 2.0]))
+
+
 def test_an_optimizer_that_calls_the_closure_that_it_may_do_without_is_refused_with_the_way_out():
     model = Weight(0.0)
     engine = Engine(model, Sharp(model.parameters()), loss=distance, micro_batch_size=1)

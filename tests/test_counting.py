@@ -143,6 +143,15 @@ def test_a_model_that_is_called_causal_but_compares_labels_where_they_are_is_not
 
 
 def test_an_own_class_of_a_causal_model_is_counted_as_that_model():
+    class LossForCausalLM:
+        """A part without a forward that is named like a model."""
+
+    class Mixed(LossForCausalLM, GPT2LMHeadModel):
+        pass
+
+    with pytest.warns(UserWarning, match="count inferred"):
+        assert settled(UNSAID, Mixed(gpt2().config), {"labels": LABELS}) == tokens(shift=True)
+
     class OwnForCausalLM(GPT2LMHeadModel):
         def forward(self, *args, **kwargs):
             return super().forward(*args, **kwargs)

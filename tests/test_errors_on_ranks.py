@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parent))
 
 from models import Weight
-from snugfit import DeviceMemoryError, Loss, Plan, PlanError
+from snugfit import BatchError, DeviceMemoryError, Loss, Plan, PlanError, UnsupportedError
 from snugfit.training.engine import Engine
 from two_ranks import RANKS, results_of
 
@@ -185,4 +185,50 @@ def test_a_backward_that_breaks_off_on_one_rank_is_raised_by_all_and_the_next_wi
     assert ranks["breaking_off"] == [[[True, [True, True]]] * 7] * RANKS
 
 
-SCENARIOS = (out_of_memory, failing, breaking_off)
+def breaking_off_behind(rank):
+    """A backward that breaks off behind all parameters, at an input that needs a gradient as well."""
+    model, said = Product(), []
+    wrapped = DistributedDataParallel(model)
+
+    def loss(wrapped, x):
+        x = x.clone().requires_grad_()
+        return wrapped(BreaksOff.apply(x, ValueError("behind")) if rank == 1 and not said else x).mean()
+
+    engine = Engine(wrapped, torch.optim.SGD(model.parameters(), lr=0.0), loss=loss)
+    try:
+        engine.step_window(window_of(rank))
+    except (PlanError, ValueError) as error:
+        said.append(str(error))
+    if rank == 1:  # the other one would wait for it
+        try:
+            engine.step_window(window_of(rank))
+        except UnsupportedError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_backward_that_breaks_off_behind_all_parameters_is_raised_by_all_and_the_next_window_by_name(ranks):
+    first, second = ranks["breaking_off_behind"]
+    assert "failed on another rank" in first[0]
+    assert "behind" in second[0]
+    assert "reduced no more" in second[1]
+
+
+def sharing(rank):
+    """On one rank the batch comes with a graph that all of its micro-batches share."""
+    shared = torch.ones(2, requires_grad=True) * 2
+    parts = [shared[:1], shared[1:]] if rank == 1 else window_of(rank)
+    engine = engine_of(Weight(), lambda model, x: model(x).mean())
+    try:
+        engine.step_window(parts)
+    except (PlanError, BatchError) as error:
+        return str(error)
+    return ""
+
+
+def test_what_one_rank_says_of_a_backward_is_what_a_single_process_says(ranks):
+    assert "failed on another rank" in ranks["sharing"][0]
+    assert "comes with the batch" in ranks["sharing"][1]
+
+
+SCENARIOS = (out_of_memory, failing, breaking_off, sharing, breaking_off_behind)

@@ -106,8 +106,19 @@ def test_what_fails_in_every_precision_is_an_error_of_the_job():
 
 
 def test_where_nothing_fits_the_precision_that_is_left_out_is_named_and_no_way_out_takes_it():
+    pytest.importorskip("torchao")
+    pytest.importorskip("peft")
     with pytest.raises(snugfit.InfeasibleError, match="bf16-mixed is left out") as refused:
         snugfit.plan(job(probabilities, of_probabilities), "rtx-3060-12gb", 64, budget="600MiB")
     ways = {way.name: way for way in refused.value.ways}
     assert {ways[name].plan.precision for name in ("8bit-optimizer", "lora", "fused-backward")} == {"32-true"}
     assert all(ways[name].memory is not None for name in ("8bit-optimizer", "lora", "fused-backward"))
+
+
+@pytest.mark.parametrize("loss", [squared, refused_by_the_model])
+def test_ways_by_hand_keep_to_a_precision_that_is_given(loss):
+    with pytest.raises(snugfit.InfeasibleError) as refused:
+        snugfit.plan(job(probabilities, loss), "rtx-3060-12gb", 64, budget="600MiB", fixed={"precision": "32-true"})
+    by_hand = [way for way in refused.value.ways if way.name in ("fsdp", "host-offload")]
+    assert [way.plan.precision for way in by_hand if way.name == "fsdp"] == ["32-true"]
+    assert all(way.memory is not None for way in by_hand if way.name == "fsdp")

@@ -368,6 +368,6 @@ def test_a_model_of_16_bits_that_only_autocast_gives_what_it_takes_is_planned_wi
     report = snugfit.plan(half, "rtx-4090", 16)
     assert report.plan.precision == "bf16-mixed"
     assert [rung.plan.precision for rung in report.ladder[:1]] == ["bf16-mixed"]
-    assert report.notes[0].startswith("32-true is left out, for the step raises in it")
+    assert report.notes[0].startswith("32-true is left out, for the step cannot be traced in it")
     with pytest.raises(snugfit.UnsupportedError, match="two types"):
         snugfit.plan(half, "rtx-4090", 16, fixed={"precision": "32-true"})

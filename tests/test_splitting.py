@@ -194,6 +194,13 @@ def test_a_list_of_tensors_with_an_entry_for_each_sample_has_a_hint_that_works()
     assert [settings["count"](part) for part in parts] == [2, 1] == [len(part["x"]) for part in parts]
 
 
+@pytest.mark.parametrize("more", [{"scale": Shared(torch.ones(3))}, {"flag": True}, {"t": {"y": torch.ones(3)}}])
+def test_a_hint_has_no_code_where_not_every_entry_is_cut_alike(more):
+    with pytest.raises(BatchError, match="disagree") as caught:
+        split({**boxes(3), **more}, 2)
+    assert "split=, a function of (batch, size)" in caught.value.hint
+
+
 def test_such_a_list_inside_of_a_tuple_has_a_hint_without_keys():
     with pytest.raises(BatchError, match="disagree") as caught:
         split((torch.ones(3, 2), [torch.ones(1, 4), torch.ones(2, 4), torch.ones(1, 4)]), 2)

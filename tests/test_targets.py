@@ -140,9 +140,10 @@ def test_every_way_to_return_a_job_is_taken(tmp_path, source):
         ("x = torch.ones(1, requires_grad=True)\nfor _ in range(2):\n    x.sum().backward()", 2),
         ("def step(x):\n    x.sum().backward()\ndef main():\n    step(torch.ones(1, requires_grad=True))\nmain()", 5),
         ("def main():\n    torch.ones(1).backward()\nif __name__ == '__main__':\n    main()", None),
+        ("def train(x):\n    x.backward()\nnn.Linear(1, 1).train()", None),
         ("class Own:\n    def backward(self):\n        return self\n    def run(self):\n        self.backward()", None),
     ],
-    ids=["loop", "call", "guarded", "class"],
+    ids=["loop", "call", "guarded", "a method of that name", "class"],
 )
 def test_a_file_that_trains_while_it_is_imported_is_said_to(tmp_path, source, line, recwarn):
     path = write(tmp_path, f"{source}\ndef job():\n    return make()")
@@ -227,7 +228,9 @@ def test_a_file_of_transformers_is_shown_its_own_loss(tmp_path):
 def test_what_only_the_running_file_knows_is_left_to_the_reader(tmp_path):
     source = """
     import torch
-    from transformers import get_linear_schedule_with_warmup
+
+    def get_linear_schedule_with_warmup(optimizer, num_warmup_steps, num_training_steps):
+        return None
 
     def main(groups, total):
         optimizer = torch.optim.AdamW(groups, lr=1e-4)
@@ -249,6 +252,34 @@ def test_what_only_the_running_file_knows_is_left_to_the_reader(tmp_path):
         "attention_mask": ((3, 128), 3 * 128),
         "labels": ((3, 128), 0),
     }
+
+
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        (
+            'get_scheduler("linear", optimizer=o, num_warmup_steps=0)',
+            "get_scheduler('linear', optimizer=optimizer, num",
+        ),
+        ('get_scheduler(name="linear", optimizer=o)', "get_scheduler(name='linear', optimizer=optimizer),"),
+        ("torch.optim.lr_scheduler.StepLR(o, 3)", "torch.optim.lr_scheduler.StepLR(optimizer, 3),"),
+        (
+            "torch.optim.lr_scheduler.StepLR(o, **options)",
+            "# scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR",
+        ),
+        ("torch.optim.lr_scheduler.ReduceLROnPlateau(o)", None),
+    ],
+)
+def test_a_scheduler_keeps_its_arguments_in_their_places(tmp_path, call, shown):
+    path = tmp_path / "training.py"
+    path.write_text(
+        f"import torch\n\ndef get_scheduler(name, optimizer, **more):\n    pass\n\ndef main(o):\n    {call}\n"
+    )
+    with pytest.raises(PlanError) as caught:
+        load_target(str(path))
+    lines = [line for line in caught.value.hint.splitlines() if "scheduler=" in line]
+    assert len(lines) == (shown is not None)
+    assert shown is None or shown in lines[0]
 
 
 def test_only_a_config_takes_a_task(tmp_path):

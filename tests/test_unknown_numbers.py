@@ -130,6 +130,15 @@ def test_what_torch_checks_of_values_by_all_and_any_is_taken_to_hold(loss, devic
     assert assumed_values.CHECKED in report.assumptions
 
 
+def test_draws_that_go_on_until_enough_are_accepted_are_no_checks():
+    def loss(model, batch):
+        out = model(batch["x"])
+        return torch.distributions.VonMises(out, out.exp(), validate_args=True).sample().mean() + out.mean()
+
+    with pytest.raises(snugfit.UnsupportedError, match="cannot be traced without real values"):
+        snugfit.estimate(loss_job(loss), snugfit.Plan(batch_size=4, micro_batch_size=2), "cpu")
+
+
 def test_what_a_step_itself_tests_is_still_refused():
     with pytest.raises(snugfit.UnsupportedError, match="cannot be traced without real values"):
         traced(lambda loss: bool((loss.detach() > 0).all()))

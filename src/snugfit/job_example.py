@@ -103,17 +103,23 @@ def _schedulers(module: ModuleType, calls: list[ast.Call]) -> Iterator[str]:
     for call in calls:
         name = _name(call)
         kind = getattr(torch.optim.lr_scheduler, name, None)
+        if name == "ReduceLROnPlateau":  # which needs a number of each epoch
+            continue
         if inspect.isclass(kind) and issubclass(kind, torch.optim.lr_scheduler.LRScheduler):
             made_by = f"torch.optim.lr_scheduler.{name}"
         elif name.startswith("get_") and "schedule" in name and name in vars(module):  # transformers' and diffusers'
             made_by = name
         else:
             continue
-        given = [("", value) for value in call.args[1:]] + [(f"{one.arg}=", one.value) for one in call.keywords]
-        given = [(key, value) for key, value in given if key != "optimizer="]
+        given = [("", value) for value in call.args]
+        given += [(f"{one.arg}=" if one.arg else "**", one.value) for one in call.keywords]
+        names = [key for key, _ in given]
+        place = names.index("optimizer=") if "optimizer=" in names else 0
         shown = [f"{key}{ast.unparse(value) if _is_literal(value) else '...'}" for key, value in given]
-        line = f"scheduler=lambda optimizer: {made_by}({', '.join(('optimizer', *shown))}),"
-        yield line if all(_is_literal(value) for _, value in given) else f"# {line}"
+        shown[place : place + 1] = [f"{names[place] if given else ''}optimizer"]
+        others = [value for i, (_, value) in enumerate(given) if i != place]
+        line = f"scheduler=lambda optimizer: {made_by}({', '.join(shown)}),"
+        yield line if all(map(_is_literal, others)) else f"# {line}"
 
 
 def _loss_and_batch(calls: list[ast.Call], source: str) -> tuple[str, str]:

@@ -291,13 +291,13 @@ def _warn_of_training(path: Path) -> None:
     except (SyntaxError, ValueError):
         return  # importing it says where
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    trains, found = set[str](), {"backward"}
+    trains, found = set[str](), {"backward"}  # a method, or functions of the file
     while not found <= trains:  # each round finds those that call what the rounds before have found
         trains |= found
-        found = {one.name for one in functions if any(_calls_one_of(trains, node) for node in one.body)}
+        found = {"backward", *(one.name for one in functions if any(_trains(node, trains) for node in one.body))}
     for node in tree.body:
         is_guard = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
-        if not is_guard and _calls_one_of(trains, node):
+        if not is_guard and _trains(node, trains):
             warn(
                 f"{path.name} trains when it is imported (line {node.lineno}), which is done first here: put that "
                 'under `if __name__ == "__main__":`',
@@ -305,13 +305,15 @@ def _warn_of_training(path: Path) -> None:
             return
 
 
-def _calls_one_of(names: set[str], node: ast.AST) -> bool:
-    """Whether running a statement calls a function or method of one of these names."""
+def _trains(node: ast.AST, functions: set[str]) -> bool:
+    """Whether running a statement calls ``.backward()``, or one of these functions by its bare name."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
         return False
-    if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in names:
-        return True
-    return any(_calls_one_of(names, child) for child in ast.iter_child_nodes(node))
+    if isinstance(node, ast.Call):
+        called = node.func
+        if getattr(called, "attr", "") == "backward" or (isinstance(called, ast.Name) and called.id in functions):
+            return True
+    return any(_trains(child, functions) for child in ast.iter_child_nodes(node))
 
 
 def _guarded(call: Callable[[], Any], what: str, path: Path) -> Any:

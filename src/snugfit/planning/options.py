@@ -72,7 +72,7 @@ def left_out(precision: str, error: Exception) -> str:
         raised = error.got or error.what
     else:
         raised = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-    said = f"{precision} is left out, for the step raises in it: {raised}"
+    said = f"{precision} is left out, for the step cannot be traced in it: {raised}"
     module = getattr(error, "module", "")
     if not precision.endswith("-mixed"):
         return said

@@ -79,6 +79,7 @@ def _ways(joint: JointSearch, plan: Plan, allow: Collection[str], seconds: Calla
         model=joint.model,
         is_planned_next=bool(allow),
         runs_in_half=not joint.left_out or plan.precision != "32-true",
+        is_precision_given="precision" in joint.fixed,
     )
 
 

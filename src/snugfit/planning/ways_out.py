@@ -49,6 +49,7 @@ def ways_out(
     model: nn.Module | None = None,
     is_planned_next: bool = False,
     runs_in_half: bool = True,
+    is_precision_given: bool = False,
 ) -> tuple[WayOut, ...]:
     """Work out what each way out would need and cost, and return the rows: what fits first, then the cheapest.
 
@@ -67,13 +68,23 @@ def ways_out(
         model: The job's model, data or not; None: it is built without data.
         is_planned_next: Whether a changed job is planned next, which tells whether it can be.
         runs_in_half: Whether the job's step runs in 16-bit types, as far as is known.
+        is_precision_given: Whether the user has said in which precision it is to run.
 
     Raises:
         PlanError: An unknown name.
     """
     check_names(allow or ())
     model = tracing.skeleton(job) if model is None else model
-    case = Case(job, plan, device, budget_bytes, model, is_planned_next=is_planned_next, runs_in_half=runs_in_half)
+    case = Case(
+        job,
+        plan,
+        device,
+        budget_bytes,
+        model,
+        is_planned_next=is_planned_next,
+        runs_in_half=runs_in_half,
+        is_precision_given=is_precision_given,
+    )
     wanted = [name for name in NAMES if allow is None or name in allow]
     # Beside the others what holds no job, which would not come back; here all of it if its traces are to tell the time.
     apart = [name for name in wanted if name not in RUN and seconds is not None]

@@ -12,7 +12,7 @@ NOTE [One update, many evaluations]
    a line search may step back from values that are not finite. If there were any, the window is run once more where
    the optimizer has come to, and skipped if that is not finite either; under ``nonfinite="raise"`` they raise.
 3. A window that is skipped or raises leaves weights and optimizer state as they were: both are copied before (the
-   history of L-BFGS by reference, as it is only added to).
+   history of L-BFGS by reference, as it is only added to), and so are those of an optimizer that it holds (SAM).
 """
 
 import copy
@@ -174,20 +174,14 @@ class _Kept:
     """Weights and state of an optimizer before its update, and the way back."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+        inside = (value for value in vars(optimizer).values() if isinstance(value, torch.optim.Optimizer))
+        self._optimizers = [optimizer, *inside]
         self.parameters: list[nn.Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         self._weights = [parameter.detach().clone() for parameter in self.parameters]
-        is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
-        self._state = {
-            parameter: {
-                name: list(value) if is_lbfgs and name in _HISTORY and value is not None else copy.deepcopy(value)
-                for name, value in values.items()
-            }
-            for parameter, values in optimizer.state.items()
-        }
+        self._states = [_state_of(one) for one in self._optimizers]
         self._options = [
-            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-            for group in optimizer.param_groups
+            [{name: copy.deepcopy(value) for name, value in group.items() if name != "params"} for group in groups]
+            for groups in (one.param_groups for one in self._optimizers)
         ]
 
     def put_back(self) -> None:
@@ -195,7 +189,19 @@ class _Kept:
         with torch.no_grad():
             for parameter, weight in zip(self.parameters, self._weights, strict=True):
                 parameter.copy_(weight)
-        self._optimizer.state.clear()
-        self._optimizer.state.update(self._state)
-        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
-            group.update(options)
+        for optimizer, state, options in zip(self._optimizers, self._states, self._options, strict=True):
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, given in zip(optimizer.param_groups, options, strict=True):
+                group.update(given)
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
+    is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
+    return {
+        parameter: {
+            name: list(value) if is_lbfgs and name in _HISTORY and value is not None else copy.deepcopy(value)
+            for name, value in values.items()
+        }
+        for parameter, values in optimizer.state.items()
+    }

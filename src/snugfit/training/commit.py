@@ -88,7 +88,7 @@ def update(optimizers: Sequence[torch.optim.Optimizer]) -> None:
                 raise  # in a trace, where there is nothing to move
             before = f"; those of the {i} before it have moved" if i else ""
             failures.note(
-                error,
+                missing or error,
                 f"{type(optimizer).__name__}, number {i + 1} of {len(optimizers)} optimizers, was interrupted in the "
                 f"update of a window: its parameters may have moved{before}. The engine does not count this update, "
                 f"and buffers stay as the window left them; {_AGAIN}",

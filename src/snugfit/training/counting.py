@@ -249,7 +249,10 @@ def _is_causal(model: nn.Module) -> bool:
 
 def _shifts_labels(kind: Any) -> bool:
     """Whether the forward of a class shifts labels; taken for granted where there is no code to look at."""
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    forward = getattr(kind, "forward", None)
+    if forward is None:
+        return False
+    code = getattr(inspect.unwrap(forward), "__code__", None)
     return code is None or not _SHIFTING.isdisjoint((*code.co_names, *code.co_varnames))
 
 

@@ -98,8 +98,12 @@ def of_backward(error: RuntimeError, i: int) -> SnugfitError | None:
 
 def of_missing_closure(error: BaseException, optimizer: torch.optim.Optimizer) -> UnsupportedError | None:
     """The error for a ``step`` that was called without its closure and needs one, though it may be left out."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inner = frames[-1] if frames else None  # where None was called, or asked about
     calls_none = isinstance(error, TypeError) and "'NoneType' object is not callable" in str(error)
     if not calls_none and "closure" not in str(error).lower():
+        return None
+    if inner is None or inner.f_code.co_name != "step" or inner.f_locals.get("closure", inner) is not None:
         return None
     try:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")

@@ -12,6 +12,8 @@ NOTE [What a rank with an error still does]
 3. What a rank cannot make up for is raised at once, and the others wait for their time limit: an error in a loop by
    hand, one in the forward of a model with buffers, which DDP sends, one in a backward in which DDP looks for unused
    parameters; and one of every micro-batch of a window in which the others count several things.
+4. A backward that breaks off behind the last parameter leaves DDP in a reduction that nothing ends: that window is
+   raised by all, and the next one on this rank at once.
 """
 
 import traceback

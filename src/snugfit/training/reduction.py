@@ -18,6 +18,7 @@ NOTE [A parameter that the last micro-step does not reach]
    buffers.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class Reached:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._finds_them = getattr(model, "find_unused_parameters", False)
         self._before: list[tuple[str, nn.Parameter, Tensor | None, int]] = []
         if not self._finds_them:
@@ -84,6 +86,8 @@ class Reached:
                 "gradient of 0 where no rank did, on which momentum and weight decay act; freeze what is not used, or "
                 "wrap the model with find_unused_parameters=True",
             )
+        if not left and not is_whole:
+            _BROKEN.add(self._model)
         if left:
             _arrive_at([parameter for _, parameter, _ in left])
 
@@ -93,9 +97,19 @@ class Forwards:
 
     Args:
         model: Wrapped in DDP, or not; then nothing is followed.
+
+    Raises:
+        UnsupportedError: DDP is in the middle of a reduction that nothing ends.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        if model in _BROKEN:
+            raise UnsupportedError(
+                "this model can be reduced no more: an earlier backward broke off behind its last gradient",
+                got="DDP whose reduction was not ended on this rank",
+                expected="backwards that end, or that break off before the last gradient of a parameter",
+                hint="wrap the model in DDP anew, on every rank, and make another engine",
+            )
         self._model = model
         self._hooks: list[Any] = []
         self._number_begun = 0
@@ -162,6 +176,10 @@ class Forwards:
     def _note_end(self, *_: Any) -> None:
         self._number_begun -= 1
         self._has_run = self._has_run or torch.is_grad_enabled()
+
+
+_BROKEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"Models whose last reduction DDP has not ended, which it does at the end of a backward."
 
 
 def _arrive_at(parameters: list[nn.Parameter]) -> None:

@@ -212,7 +212,9 @@ def _listing(value: Any, path: str, inner: str, size: int) -> str | None:
 def _by_hand(batch: Any, listed: str) -> str:
     """What to pass for a batch with a list of one entry per sample."""
     count = f"count=lambda micro_batch: len(micro_{listed})"
-    if not isinstance(batch, Mapping):
+    columns = list(batch.values()) if isinstance(batch, Mapping) else []
+    are_cut = [isinstance(each, list) or (isinstance(each, Tensor) and each.dim() > 0) for each in columns]
+    if not columns or not all(are_cut) or len(set(map(len, columns))) > 1:
         return f"pass {count} and split=, a function of (batch, size) to a list of micro-batches"
     cut = "{key: value[i : i + size] for key, value in batch.items()}"
     return f"pass split=lambda batch, size: [{cut} for i in range(0, len({listed}), size)], {count}"

@@ -81,6 +81,7 @@ class Window:
         self._counts, self._model, self._optimizers, self._hooks = counts, model, optimizers, hooks
         self._ranks, self._autocast, self._device_type = ranks, autocast, device_type
         self._loss_scale, self._max_grad_norm, self._observer = loss_scale, max_grad_norm, observer
+        self._forwards = reduction.Forwards(model)  # before anything that other ranks wait for
         self._weighting = weighting.agree(counts, hooks.reduce_counts, ranks)
         self._losses = Losses(
             counts, self._weighting, hooks.decide, hooks.reduce_counts, hooks.gather, ranks, reference
@@ -89,7 +90,7 @@ class Window:
         self._held: Sequence[nn.Parameter] = ()
         self._apart: gradients.Apart | None = None
         self._watch, self._sums = gradients.Watch(), wide_sums.WideSums()
-        self._forwards, self._errors = reduction.Forwards(model), RankErrors(ranks)
+        self._errors = RankErrors(ranks)
         self._is_folded = self._reduces = False
         self._reached: reduction.Reached | None = None  # of a backward under way in which ranks reduce
         self._guard = commit.Guard(optimizers)
@@ -151,7 +152,7 @@ class Window:
                     if not self._goes_on_without(micro_batch, error):
                         raise
                 else:
-                    self._backward(terms, complete=True)
+                    self._backward(terms, complete=True, micro_batch=micro_batch)
         except (TypeError, ValueError) as error:
             better = self.explained(error, micro_batch)
             if better is None:
@@ -205,12 +206,13 @@ class Window:
         """
         self._backward(weighting.terms(value, count, only), complete=False)
 
-    def _backward(self, terms: list[weighting.Term], *, complete: bool) -> None:
+    def _backward(self, terms: list[weighting.Term], *, complete: bool, micro_batch: Any = None) -> None:
         """Back-propagate losses of the present micro-batch.
 
         Args:
             terms: The losses; emptied.
             complete: Whether these are all of its losses.
+            micro_batch: On the host, to explain errors with.
         """
         self._watch.check(self._index)
         self._forwards.check(self._index)
@@ -236,7 +238,7 @@ class Window:
                 self._differentiate_all(calls, aside=aside)
             except Exception as error:
                 calls.clear()
-                if not (complete and self._goes_on_behind(error)):
+                if not (complete and self._goes_on_behind(micro_batch, error)):
                     raise
             if aside and complete:
                 self._reduce()
@@ -252,11 +254,11 @@ class Window:
                 self._differentiate(tensor, inputs, retain=bool(calls), aside=aside)
             del tensor
 
-    def _goes_on_behind(self, error: Exception) -> bool:
+    def _goes_on_behind(self, micro_batch: Any, error: Exception) -> bool:
         """Take part in what other ranks wait for although a backward failed, if it can be; see ``RankErrors``."""
         if self._ranks == 1 or (self._reached is not None and not self._reached.can_complete):
             return False
-        self._errors.keep(error, None)
+        self._errors.keep(error, self.explained(error, micro_batch))
         if self._reached is not None:
             self._reached.complete(is_whole=False)
             self._reached = None

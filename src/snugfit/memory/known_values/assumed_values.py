@@ -85,21 +85,24 @@ def is_kept(args: Sequence[Any], tensor: Tensor) -> bool:
 
 
 def _is_asked_by_torch() -> bool:
-    """Whether code of torch's that checks what it is given asks for an operation, and no code of others in between."""
+    """Whether code of torch's that checks what it is given asks for an operation, and no other code in between.
+
+    A distribution that draws until enough is accepted asks as well, and is answered by nobody.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if any(name == module or name.startswith(f"{module}.") for module in _CHECKING):
-            return True
-        if name.partition(".")[0] not in ("snugfit", "torch"):
-            return False
+        if name in _CHECKING or name.startswith("torch.distributions.") or name.partition(".")[0] not in _PASSED:
+            return name in _CHECKING
         frame = frame.f_back
     return False
 
 
 _CHECKS = {"all.default": True, "any.default": False}
 "What code of torch's that checks its arguments goes on with."
-_CHECKING = ("torch.distributions", "torch.nn.functional")
+_CHECKING = ("torch.distributions.constraints", "torch.distributions.distribution", "torch.nn.functional")
+_PASSED = ("snugfit", "torch")
+"Packages whose frames lie between an operation and who asks for it."
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _PICKS = ("topk.default", "argmax.default", "sort.default", "sort.stable", "max.dim", "multinomial.default")
 

@@ -25,7 +25,9 @@ def kernel_for(func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
         return kernel if args[9] else None
     if kernel is None or not any(isinstance(value, Tensor) and value.layout is torch.sparse_coo for value in args):
         return None
-    if kernel in (_product, _transpose) and (args[0].layout is not torch.sparse_coo or args[0].dense_dim()):
+    if kernel in (_product, _transpose) and (args[0].layout is not torch.sparse_coo or args[0].sparse_dim() != 2):
+        return None
+    if kernel in (_product, _transpose) and args[0].dense_dim():
         return None
     if kernel is _product and args[1].layout is not torch.strided:
         return None
@@ -37,22 +39,33 @@ def kernel_for(func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
 def made_of(tensor: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
     """A sparse tensor of what a function makes of the indices and the values of another."""
     indices, values = (part(each.detach()) for each in torch_private.sparse_parts(tensor))
-    made: Tensor = aten._coalesced_(_like(tensor, indices, values), tensor.is_coalesced())
+    made: Tensor = _alike(tensor, indices, values)
     return made.requires_grad_(tensor.requires_grad)
 
 
 def _like(tensor: Tensor, indices: Tensor, values: Tensor) -> Any:
+    shape, dims = tuple(tensor.shape), (tensor.sparse_dim(), tensor.dense_dim())
     return aten._sparse_coo_tensor_with_dims_and_tensors(
-        tensor.sparse_dim(), tensor.dense_dim(), tuple(tensor.shape), indices, values, layout=torch.sparse_coo
+        *dims, shape, indices, values, dtype=values.dtype, layout=torch.sparse_coo
     )
 
 
+def _alike(tensor: Tensor, indices: Tensor, values: Tensor) -> Any:
+    """The same, and coalesced if the other is."""
+    return aten._coalesced_(_like(tensor, indices, values), tensor.is_coalesced())
+
+
 def _detach(_: Values, tensor: Tensor) -> Any:
-    return _like(tensor, *torch_private.sparse_parts(tensor))
+    return _alike(tensor, *torch_private.sparse_parts(tensor))
 
 
 def _clone(_: Values, tensor: Tensor, *, memory_format: Any = None) -> Any:
-    return _like(tensor, *(part.clone() for part in torch_private.sparse_parts(tensor)))
+    return _alike(tensor, *(part.clone() for part in torch_private.sparse_parts(tensor)))
+
+
+def _to_copy(_: Values, tensor: Tensor, *, dtype: torch.dtype | None = None, **__: Any) -> Any:
+    indices, held = torch_private.sparse_parts(tensor)
+    return _alike(tensor, indices.clone(), held.clone() if dtype is None else held.to(dtype, copy=True))
 
 
 def _coalesce(values: Values, tensor: Tensor) -> Any:
@@ -69,11 +82,11 @@ def _coalesce(values: Values, tensor: Tensor) -> Any:
     return aten._coalesced_(made, True)
 
 
-def _transpose(_: Values, tensor: Tensor) -> Any:
+def _transpose(_: Values, tensor: Tensor, *__: int) -> Any:
     """Indices in another order are other indices, and all of it is copied: native/sparse/SparseTensor.cpp."""
     indices, held = torch_private.sparse_parts(tensor)
     made = aten._sparse_coo_tensor_with_dims_and_tensors(
-        2, 0, tuple(tensor.shape)[::-1], indices.clone(), held.clone(), layout=torch.sparse_coo
+        2, 0, tuple(tensor.shape)[::-1], indices.clone(), held.clone(), dtype=held.dtype, layout=torch.sparse_coo
     )
     return aten._coalesced_(made, False)
 
@@ -112,7 +125,9 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _detach,
     aten.clone.default: _clone,
     aten._coalesce.default: _coalesce,
+    aten._to_copy.default: _to_copy,
     aten.mm.default: _product,
     aten.sparse_mask.default: _sparse_mask,
     aten.t.default: _transpose,
+    aten.transpose.int: _transpose,
 }

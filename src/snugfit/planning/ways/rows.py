@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from snugfit import hardware
-from snugfit.errors import UnsupportedError
 from snugfit.jobs import Job
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory.traces import Trace
@@ -99,6 +98,7 @@ class Case:
         model: The job's, data or not.
         is_planned_next: Whether a changed job is planned next, which tells whether it can be.
         runs_in_half: Whether its step runs in 16-bit types, as far as is known.
+        is_precision_given: Whether the user has said in which precision it is to run.
     """
 
     def __init__(
@@ -111,11 +111,13 @@ class Case:
         *,
         is_planned_next: bool = False,
         runs_in_half: bool = True,
+        is_precision_given: bool = False,
     ) -> None:
         self.job, self.plan, self.device, self.budget_bytes, self.model = job, plan, device, budget_bytes, model
         self.weights = recorded_step.weights_of(model)
         self._steps: dict[Plan, RecordedStep] = {}
         self.is_planned_next, self.runs_in_half = is_planned_next, runs_in_half
+        self.is_precision_given = is_precision_given
         self._loop: OwnLoop | None = None
 
     def step(self, plan: Plan) -> RecordedStep:
@@ -151,12 +153,12 @@ class Case:
         return replace(self.plan, precision=options.precisions(self.device, {})[-1].value)
 
     def fast_step(self) -> RecordedStep:
-        """The job traced under that plan if it is one of bf16 and the step runs so; else under its own.
+        """The job traced under that plan if it is one of bf16 and the step runs so; else, or if given, under its own.
 
         Not all that is done by hand goes with the loss scale of fp16.
         """
-        if self.fast_plan != self.plan and self.fast_plan.precision == "bf16-mixed":
-            with suppress(UnsupportedError):
+        if not self.is_precision_given and self.fast_plan != self.plan and self.fast_plan.precision == "bf16-mixed":
+            with suppress(Exception):  # of an operation or of the user's code: it is about the precision then
                 return self.step(self.fast_plan)
         return self.step(self.plan)
 
