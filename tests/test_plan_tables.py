@@ -145,12 +145,19 @@ def test_a_loss_over_many_classes_is_told_of_the_one_in_chunks_with_its_share():
     assert not [note for note in snugfit.plan(job(), "cpu", 2048, budget="12MiB").notes if "class scores" in note]
 
 
-def test_scores_of_a_loss_over_sequences_are_not_those_of_a_cross_entropy():
-    def loss(model, batch):
-        scores = model(batch["x"]).log_softmax(-1).transpose(0, 1)
-        lengths = (torch.full((len(batch["x"]),), size, dtype=torch.long) for size in (50, 4))
-        return nn.functional.ctc_loss(scores, batch["y"], *lengths)
+def of_sequences(model, batch):
+    scores = model(batch["x"]).log_softmax(-1).transpose(0, 1)
+    lengths = (torch.full((len(batch["x"]),), size, dtype=torch.long) for size in (50, 4))
+    return nn.functional.ctc_loss(scores, batch["y"], *lengths)
 
+
+def of_distributions(model, batch):
+    scores = model(batch["x"]).log_softmax(-1)
+    return nn.functional.kl_div(scores, torch.ones_like(scores).softmax(-1), reduction="batchmean")
+
+
+@pytest.mark.parametrize("loss", [of_sequences, of_distributions])
+def test_scores_of_a_loss_without_labels_of_classes_are_not_those_of_a_cross_entropy(loss):
     sequences = snugfit.Job(
         lambda: nn.Linear(8, 2000),
         loss,

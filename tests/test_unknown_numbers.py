@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import snugfit
-from snugfit.memory.known_values import assumed_values, reading
+from snugfit.memory.known_values import assumed_values
 
 CARD = "rtx-3090"
 
@@ -94,7 +94,7 @@ def loss_job(loss):
     )
 
 
-@pytest.mark.parametrize(("loss", "sentence"), [(normal, reading.VALID), (policy, "finite")])
+@pytest.mark.parametrize(("loss", "sentence"), [(normal, assumed_values.CHECKED), (policy, "finite")])
 def test_distributions_that_check_their_arguments_are_traced_as_with_valid_ones(loss, sentence):
     plan = snugfit.Plan(batch_size=64, micro_batch_size=32)
     predicted, measured = snugfit.estimate(loss_job(loss), plan, "cpu"), snugfit.measure(loss_job(loss), plan, "cpu")

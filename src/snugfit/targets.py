@@ -291,10 +291,9 @@ def _warn_of_training(path: Path) -> None:
     except (SyntaxError, ValueError):
         return  # importing it says where
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    trains, found = set[str](), {"backward"}  # a method, or functions of the file
-    while not found <= trains:  # each round finds those that call what the rounds before have found
-        trains |= found
-        found = {"backward", *(one.name for one in functions if any(_trains(node, trains) for node in one.body))}
+    trains: set[str] = set()
+    while found := {one.name for one in functions if any(_trains(node, trains) for node in one.body)} - trains:
+        trains |= found  # and then those that call them
     for node in tree.body:
         is_guard = isinstance(node, ast.If) and "__name__" in ast.unparse(node.test)
         if not is_guard and _trains(node, trains):

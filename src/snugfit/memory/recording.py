@@ -251,9 +251,8 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
         # It need not run: autograd's and the optimizers' in-place ones are a half of all.
         if (in_backward or self._in_optimizer) and torch_private.only_writes(func) and has_dimensions(args[0]):
             return args[0] if func._schema.returns else None
-        if in_backward and gradient_sums.is_in_place(func, args, self.made_by):
-            return args[0]
-        if bias_sums.is_in_place(func, before, args, self.made_by):
+        is_sum = in_backward and gradient_sums.is_in_place(func, args, self.made_by)
+        if is_sum or bias_sums.is_in_place(func, before, args, self.made_by):
             return args[0]
         try:
             return self.run(func, types, args, kwargs)
@@ -266,8 +265,10 @@ class Recorder(torch_private.FakeMode):  # type: ignore[no-untyped-call]
 
     def faked(self, tensor: Tensor) -> Tensor:
         """The fake twin of a real tensor; it knows the values that the real one has now."""
-        if type(tensor) is torch_private.Fake or tensor.layout is torch.sparse_coo:
-            return tensor if type(tensor) is torch_private.Fake else sparse.made_of(tensor, self.faked)
+        if type(tensor) is torch_private.Fake:
+            return tensor
+        if tensor.layout is torch.sparse_coo:
+            return sparse.made_of(tensor, self.faked)
         fake: Tensor = self.from_tensor(tensor)
         self.values.know(fake, tensor)
         return fake

@@ -28,8 +28,6 @@ DEVICE_QUERY: Any = torch.ops.prim.device.default
 "A dispatched call that only asks for a tensor's device."
 PARSE_TO: Any = torch._C._nn._parse_to
 "Reads the arguments of ``module.to``."
-IS_ALL_TRUE: Any = torch._is_all_true
-"What ``torch.distributions`` asks of its parameters and samples."
 PACK_PADDED_SEQUENCE: Any = torch._VF._pack_padded_sequence
 PAD_PACKED_SEQUENCE: Any = torch._VF._pad_packed_sequence
 RECURRENT: dict[str, Any] = {name: getattr(torch._VF, name) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}

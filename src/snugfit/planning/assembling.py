@@ -57,15 +57,7 @@ def assembled(
         memory=chosen.memory,
         step_time_s=chosen.step_time_s,
         budget_bytes=joint.budget_bytes,
-        notes=explain.notes(
-            ladder,
-            chosen.plan,
-            joint.device,
-            joint.model,
-            joint.budget_bytes,
-            chosen.offloaded_bytes,
-            joint.left_out,
-        ),
+        notes=explain.notes(ladder, chosen.plan, joint, chosen.offloaded_bytes),
         advice=scale.advice(
             chosen.plan, chosen.memory, joint.device, joint.model, max_grad_norm=joint.job.max_grad_norm
         ),

@@ -74,7 +74,7 @@ class Search:
                 raise
             whole, mixed, other = self.asides.join(other), plain, None
             self._leave_out(self.precisions[-1], error)
-        self.joint.forward_work = whole.forward_work
+        self.joint.forward_work, self.joint.compares_classes = whole.forward_work, whole.compares_classes
         if not whole.fits and whole.memory.static_bytes <= self.joint.allowed_bytes:
             self.joint.reserved[mixed] = whole.memory.peak_reserved_bytes
             self.joint.aim(whole.memory)

@@ -11,7 +11,7 @@ from torch import nn
 from snugfit import sizes
 from snugfit.errors import InfeasibleError
 from snugfit.hardware import Device
-from snugfit.memory.reporting.advice import OF_CROSS_ENTROPY, OF_SEQUENCE_LOSS
+from snugfit.memory.reporting.advice import OF_CROSS_ENTROPY
 from snugfit.memory.reports import MemoryReport
 from snugfit.planning import cost, options, units, ways_out
 from snugfit.planning.chain import NOTHING
@@ -132,17 +132,10 @@ def pays_with(plan: Plan, flops: int, first: Plan, first_flops: int) -> str:
     return ", ".join(costs) or "nothing"
 
 
-def notes(
-    ladder: Sequence[Rung],
-    chosen: Plan,
-    device: Device,
-    model: nn.Module,
-    budget_bytes: int,
-    offloaded_bytes: int = 0,
-    left_out: str = "",
-) -> tuple[str, ...]:
+def notes(ladder: Sequence[Rung], chosen: Plan, joint: JointSearch, offloaded_bytes: int) -> tuple[str, ...]:
     """Where the usual order of the techniques is not the best one here, and how sure the times are."""
-    found = [left_out] if left_out else _faster_precision(ladder, chosen, device, budget_bytes)
+    device, left_out = joint.device, joint.left_out
+    found = [left_out] if left_out else _faster_precision(ladder, chosen, device, joint.budget_bytes)
     by_name = {rung.name: rung for rung in ladder}
     mixed, plain = by_name.get(MIXED_PRECISION), ladder[0]
     if mixed is not None and mixed.memory.peak_reserved_bytes > plain.memory.peak_reserved_bytes:
@@ -163,7 +156,7 @@ def notes(
     if accumulated is not None and accumulated.memory.peak_reserved_bytes > ladder[0].memory.peak_reserved_bytes:
         found.append("accumulation raises the peak here: gradients stay alive while the next micro-batch runs")
     whole = [rung for rung in ladder if rung.fits and rung.plan.accumulation_steps == 1]
-    if chosen.accumulation_steps > 1 and whole and norms.batch_coupled(model):
+    if chosen.accumulation_steps > 1 and whole and norms.batch_coupled(joint.model):
         fastest = min(whole, key=lambda rung: rung.step_time_s)
         own = next((rung for rung in ladder if rung.plan == chosen), last)
         slower = fastest.step_time_s / own.step_time_s - 1
@@ -172,7 +165,7 @@ def notes(
             f"whole batch, for {slower:.0%} more time: fix micro_batch_size={fastest.plan.micro_batch_size}"
         )
     found += _coupled(ladder) if chosen.accumulation_steps > 1 else []
-    if chosen.accumulation_steps > 1 or chosen.recompute:  # else the memory is there
+    if joint.compares_classes and (chosen.accumulation_steps > 1 or chosen.recompute):  # else the memory is there
         own = next((rung for rung in ladder if rung.plan == chosen), last)
         found += _on_class_scores("the peak", own.memory) or _on_class_scores("the full batch's peak", plain.memory)
     if offloaded_bytes:
@@ -239,7 +232,7 @@ def _on_class_scores(what: str, memory: MemoryReport) -> list[str]:
     """What a cross entropy that is not computed in chunks holds at a peak, where that is much of it."""
     num_bytes = sum(holder.num_bytes for holder in memory.holders if holder.op in OF_CROSS_ENTROPY)
     share = num_bytes / max(memory.peak_allocated_bytes, 1)
-    if share < _MUCH_OF_PEAK or any(holder.op in OF_SEQUENCE_LOSS for holder in memory.holders):
+    if share < _MUCH_OF_PEAK:
         return []
     return [
         f"class scores within the loss are {sizes.text(num_bytes)} of {what}, {share:.0%}: with "
@@ -249,10 +242,9 @@ def _on_class_scores(what: str, memory: MemoryReport) -> list[str]:
     ]
 
 
-def infeasible(
-    plan: Plan, memory: MemoryReport, budget_bytes: int, device: Device, ways: Sequence[WayOut], left_out: str = ""
-) -> InfeasibleError:
+def infeasible(plan: Plan, memory: MemoryReport, joint: JointSearch, ways: Sequence[WayOut]) -> InfeasibleError:
     """The error that says what the plan that needs least needs, what is too large, and the ways out."""
+    budget_bytes = joint.budget_bytes
     held = ", ".join(f"{category} {sizes.text(size)}" for category, size in memory.by_category.items())
     static = memory.static_bytes
     beside = memory.context_bytes + memory.margin_bytes
@@ -275,12 +267,12 @@ def infeasible(
     hints = [
         *_unitless(budget_bytes),
         hint,
-        *filter(None, [left_out]),
-        *_on_class_scores("the peak", memory),
+        *([joint.left_out] if joint.left_out else []),
+        *(_on_class_scores("the peak", memory) if joint.compares_classes else []),
         *ways_out.sentences(ways),
     ]
     return InfeasibleError(
-        f"no plan fits the budget of {sizes.text(budget_bytes)} on {device.name}",
+        f"no plan fits the budget of {sizes.text(budget_bytes)} on {joint.device.name}",
         got=f"the smallest candidate needs {sizes.text(memory.needed_bytes)} "
         f"(micro-batches of {plan.micro_batch_size}, {options.short(plan.precision)}, "
         f"{options.describe(plan.recompute)} recomputed):\n            {held}; "

@@ -93,6 +93,8 @@ class JointSearch:
         "What the whole batch reserves, recomputing nothing, where that was traced and does not fit."
         self.forward_work: Mapping[str, int] = {}
         "What units compute, as far as a trace has told."
+        self.compares_classes = False
+        "Of the whole batch; see ``TracedPlan``."
         self.left_out = ""
         "Which precision is not searched, and why, where the step does not run in it."
         self.too_small: set[int] = set()

@@ -84,7 +84,7 @@ def _ways(joint: JointSearch, plan: Plan, allow: Collection[str], seconds: Calla
 
 
 def _error(joint: JointSearch, least: TracedPlan, ways: Sequence[WayOut]) -> InfeasibleError:
-    return explain.infeasible(least.plan, least.memory, joint.budget_bytes, joint.device, ways, joint.left_out)
+    return explain.infeasible(least.plan, least.memory, joint, ways)
 
 
 def _likely(joint: JointSearch, like: Plan) -> Plan:

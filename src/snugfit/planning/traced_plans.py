@@ -12,6 +12,7 @@ from snugfit.hardware import Device
 from snugfit.jobs import Job
 from snugfit.memory import tracing
 from snugfit.memory.events import Recording, Work
+from snugfit.memory.reporting import advice
 from snugfit.memory.reports import MemoryReport
 from snugfit.memory.traces import Trace
 from snugfit.planning import cost, links
@@ -36,6 +37,8 @@ class TracedPlan:
     "What a micro-batch moves to the host in forward and back."
     forward_work: Mapping[str, int]
     "What each unit computes in forward, if nothing is recomputed."
+    compares_classes: bool
+    "Whether a loss picks the score of a label among those of all classes."
 
 
 def whole_window(trace: Trace, plan: Plan) -> Counter[Work]:
@@ -83,6 +86,7 @@ def traced_plan(job: Job, plan: Plan, device: Device, budget_bytes: int, names: 
         flops=sum(item.flops * times_run for item, times_run in work.items()),
         offloaded_bytes=_offloaded_bytes(trace, plan),
         forward_work={} if plan.recompute else _forward_work(trace.recording, names),
+        compares_classes=advice.compares_classes(trace.recording),
     )
 
 

@@ -98,7 +98,7 @@ def _is_asked_by_torch() -> bool:
     return False
 
 
-_CHECKS = {"all.default": True, "any.default": False}
+_CHECKS = {"all.default": True, "_is_all_true.default": True, "any.default": False}
 "What code of torch's that checks its arguments goes on with."
 _CHECKING = ("torch.distributions.constraints", "torch.distributions.distribution", "torch.nn.functional")
 _PASSED = ("snugfit", "torch")

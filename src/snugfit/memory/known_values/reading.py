@@ -23,7 +23,6 @@ UNKNOWN = (
     "the step branches on one of them, the branch for that value is what was traced: read at {}"
 )
 TAKEN = "float(...) at {} is taken as 1.0; if the step branches on it, that is the branch that was traced"
-VALID = "torch.distributions: parameters and samples are within their constraints"
 UNSAVED = "files that the step saves with torch.save are not written"
 
 
@@ -93,15 +92,6 @@ def answers(recorder: Recorder) -> dict[Any, Callable[..., Any]]:
             return NotImplemented
         return format(item(tensor), spec) if tensor.dim() == 0 else object.__format__(tensor, "")
 
-    def all_true(tensor: Tensor) -> Any:
-        if not is_fake(tensor):
-            return NotImplemented
-        result = torch_private.IS_ALL_TRUE(tensor)
-        if recorder.values.read(result) is not None:
-            return result
-        recorder.assume(VALID)
-        return True
-
     return {
         Tensor.item: item,
         Tensor.__float__: to_float,
@@ -111,7 +101,6 @@ def answers(recorder: Recorder) -> dict[Any, Callable[..., Any]]:
         Tensor.__array__: array,
         Tensor.pin_memory: lambda tensor, *_: tensor,
         Tensor.share_memory_: lambda tensor: tensor,
-        torch_private.IS_ALL_TRUE: all_true,
         torch_private.PACK_PADDED_SEQUENCE: lambda *args: packed_sequences.pack(recorder.values, *args),
         torch_private.PAD_PACKED_SEQUENCE: lambda *args: packed_sequences.pad(recorder.values, *args),
     }

@@ -1,7 +1,8 @@
 """What a recorded step holds although nothing needs it, in sentences with numbers of this recording.
 
-Entry point: ``sentences``. Each says what was seen and what would free it; a saving that was not replayed is given as
-the most it can be. Changes of the plan (precision, micro-batch, recomputation) are ``what_if``'s.
+Entry points: ``sentences`` and ``compares_classes``. A sentence says what was seen and what would free it; a saving
+that was not replayed is given as the most it can be. Changes of the plan (precision, micro-batch, recomputation) are
+``what_if``'s.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,8 +25,6 @@ OF_CROSS_ENTROPY = (
     "nll_loss2d_backward.default",
 )
 "Operations whose results are class scores: log-probabilities and gradients."
-OF_SEQUENCE_LOSS = ("_ctc_loss.default", "_ctc_loss.Tensor", "_ctc_loss_backward.default", "_ctc_loss_backward.Tensor")
-"Operations beside which log-probabilities are no part of a cross entropy."
 _KEPT_ON_PURPOSE = ("parameter", "buffer", "gradient", "optimizer", "workspace", "input")
 
 
@@ -56,6 +55,11 @@ def sentences(
         reading.in_the_optimizer(),
     )
     return tuple(sentence for sentence in found if sentence)
+
+
+def compares_classes(recording: Recording) -> bool:
+    """Whether a loss picks a label's score among those of all classes; losses of distributions or sequences do not."""
+    return any(birth.op.startswith("nll_loss") for birth in recording.births)
 
 
 class _Reading:
@@ -156,7 +160,7 @@ class _Reading:
 
     def class_scores(self) -> str:
         """What a cross entropy over many classes holds: log-probabilities and gradients."""
-        if not any(birth.op.startswith("nll_loss") for birth in self._births):  # of distributions, or of sequences
+        if not compares_classes(self._recording):
             return ""
         held = {i for i in self._at_peak if self._births[i].op in OF_CROSS_ENTROPY}
         num_bytes = self._bytes(held)

@@ -25,15 +25,17 @@ def kernel_for(func: Any, args: Sequence[Any]) -> Callable[..., Any] | None:
         return kernel if args[9] else None
     if kernel is None or not any(isinstance(value, Tensor) and value.layout is torch.sparse_coo for value in args):
         return None
-    if kernel in (_product, _transpose) and (args[0].layout is not torch.sparse_coo or args[0].sparse_dim() != 2):
-        return None
-    if kernel in (_product, _transpose) and args[0].dense_dim():
+    if kernel in (_product, _transpose) and not _is_matrix(args[0]):
         return None
     if kernel is _product and args[1].layout is not torch.strided:
         return None
     if kernel is _add_in_place and (args[0].layout is not torch.sparse_coo or args[1].layout is not torch.sparse_coo):
         return None
     return kernel
+
+
+def _is_matrix(tensor: Tensor) -> bool:
+    return tensor.layout is torch.sparse_coo and (tensor.sparse_dim(), tensor.dense_dim()) == (2, 0)
 
 
 def made_of(tensor: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
